@@ -1,0 +1,230 @@
+"""The fields of a `glm5_next` config.json that the engine uses, read once and validated in one place.
+
+Every value the engine depends on comes from the file. A value it does not implement is refused by name
+(`ConfigError`: found, expected, what to do); nothing is guessed. Re-exported configs may spell the layer
+types and the KDA sizes differently; `_linear_attention` and `LAYER_TYPES` are the only places that know.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+LayerType = Literal["kda", "mla"]
+MlpType = Literal["dense", "sparse"]
+
+LAYER_TYPES: Mapping[str, LayerType] = {
+    "linear_attention": "kda",
+    "deepseek_sparse_attention": "mla",
+    "indexed_attention": "mla",
+    "full_attention": "mla",
+}
+# Values with one implemented meaning. Absent is accepted: the released classes default to the same value.
+FIXED_FIELDS: Mapping[str, Any] = {
+    "model_type": "glm5_next_text",
+    "qk_rope_head_dim": 0,
+    "mla_use_nope": True,
+    "attention_bias": False,
+    "hidden_act": "silu",
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "moe_router_dtype": "float32",
+    "n_group": 1,
+    "topk_group": 1,
+    "mhc": True,
+    "index_kpool_compress": True,
+    "index_kpool_always_select_tail": True,
+    "tie_word_embeddings": False,
+}
+
+
+class ConfigError(ValueError):
+    """A config.json that cannot be served; the message says found, expected and what to do."""
+
+
+@dataclass(frozen=True)
+class Glm5NextConfig:
+    """`text_config` of config.json under its own field names; KDA sizes flattened. Counts are per model."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    q_lora_rank: int
+    kv_lora_rank: int
+    qk_nope_head_dim: int
+    v_head_dim: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    rms_norm_eps: float
+    hc_mult: int
+    hc_eps: float
+    hc_sinkhorn_iters: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    index_kpool: int
+    index_share_for_mtp_iteration: bool
+    max_position_embeddings: int
+    num_nextn_predict_layers: int
+    linear_num_heads: int
+    linear_head_dim: int
+    linear_conv_kernel_dim: int
+    linear_gate_lower_bound: float
+    layer_types: tuple[LayerType, ...]
+    mlp_layer_types: tuple[MlpType, ...]
+    eos_token_ids: tuple[int, ...]
+
+    @property
+    def kda_layers(self) -> tuple[int, ...]:
+        """Indices of the KDA layers of the trunk."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == "kda")
+
+    @property
+    def mla_layers(self) -> tuple[int, ...]:
+        """Indices of the MLA layers of the trunk; the MTP layer is not among them."""
+        return tuple(i for i, kind in enumerate(self.layer_types) if kind == "mla")
+
+    @property
+    def linear_width(self) -> int:
+        """Width of each of q, k, v in a KDA layer: heads x head_dim."""
+        return self.linear_num_heads * self.linear_head_dim
+
+    @property
+    def index_topk_pools(self) -> int:
+        """Pools an indexer selects per query; the tail comes on top."""
+        return self.index_topk // self.index_kpool
+
+
+def load_config(directory: Path) -> Glm5NextConfig:
+    """Read `directory/config.json`. Raises ConfigError on a value that is not implemented."""
+    return parse_config(read_json(directory / "config.json"))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read one JSON object, with the path in every error."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{path} does not exist; expected a Hugging Face model directory") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not valid JSON ({error}); download it again") from None
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path} holds {type(value).__name__}, expected a JSON object")
+    return value
+
+
+def parse_config(raw: Mapping[str, Any]) -> Glm5NextConfig:
+    """Turn a parsed config.json (top level or bare text_config) into a Glm5NextConfig."""
+    if raw.get("model_type") not in ("glm5_next", "glm5_next_text"):
+        raise ConfigError(f"config.json: model_type is {raw.get('model_type')!r}, expected 'glm5_next'")
+    text: Mapping[str, Any] = raw.get("text_config", raw)
+    for field, expected in FIXED_FIELDS.items():
+        found = text.get(field, raw.get(field, expected) if field == "tie_word_embeddings" else expected)
+        if found != expected:
+            raise ConfigError(f"config.json: {field} is {found!r}; only {expected!r} is implemented")
+    num_layers = _positive_int(text, "num_hidden_layers")
+    layer_types = _layer_types(text, num_layers)
+    config = Glm5NextConfig(
+        **{name: _positive_int(text, name) for name in _INT_FIELDS},
+        **{name: _number(text, name) for name in _FLOAT_FIELDS},
+        **_linear_attention(text, layer_types),
+        num_hidden_layers=num_layers,
+        num_nextn_predict_layers=int(text.get("num_nextn_predict_layers", 0)),
+        index_share_for_mtp_iteration=bool(text.get("index_share_for_mtp_iteration", True)),
+        layer_types=layer_types,
+        mlp_layer_types=_mlp_layer_types(text, num_layers),
+        eos_token_ids=token_ids(text.get("eos_token_id", raw.get("eos_token_id"))),
+    )
+    _check_relations(text, config)
+    return config
+
+
+def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
+    """An `eos_token_id` entry (one id, a list, or null) as a tuple."""
+    if value is None:
+        return ()
+    return (value,) if isinstance(value, int) else tuple(value)
+
+
+_INT_FIELDS = (
+    "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads q_lora_rank"
+    " kv_lora_rank qk_nope_head_dim v_head_dim n_routed_experts n_shared_experts num_experts_per_tok hc_mult"
+    " hc_sinkhorn_iters index_n_heads index_head_dim index_topk index_kpool max_position_embeddings"
+).split()
+_FLOAT_FIELDS = "routed_scaling_factor swiglu_limit rms_norm_eps hc_eps".split()
+
+
+def _positive_int(text: Mapping[str, Any], field: str) -> int:
+    value = text.get(field)
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ConfigError(f"config.json: {field} is {value!r}, expected a positive integer")
+    return value
+
+
+def _number(text: Mapping[str, Any], field: str) -> float:
+    value = text.get(field)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ConfigError(f"config.json: {field} is {value!r}, expected a number")
+    return float(value)
+
+
+def _layer_types(text: Mapping[str, Any], num_layers: int) -> tuple[LayerType, ...]:
+    names = text.get("layer_types") or []
+    unknown = sorted({str(name) for name in names} - set(LAYER_TYPES))
+    if unknown:
+        raise ConfigError(f"config.json: layer_types holds {unknown}; known are {sorted(LAYER_TYPES)}")
+    if len(names) != num_layers:
+        raise ConfigError(f"config.json: layer_types has {len(names)} entries for {num_layers} layers")
+    return tuple(LAYER_TYPES[name] for name in names)
+
+
+def _mlp_layer_types(text: Mapping[str, Any], num_layers: int) -> tuple[MlpType, ...]:
+    dense = int(text.get("first_k_dense_replace", 0))
+    types = text.get("mlp_layer_types") or ["dense"] * dense + ["sparse"] * (num_layers - dense)
+    if len(types) != num_layers or not set(types) <= {"dense", "sparse"}:
+        raise ConfigError(f"config.json: mlp_layer_types is {types}, expected {num_layers} x dense|sparse")
+    return tuple(types)
+
+
+def _linear_attention(text: Mapping[str, Any], layer_types: tuple[LayerType, ...]) -> dict[str, Any]:
+    """KDA sizes from `linear_attn_config`, or from the flat keys of a config re-saved by transformers."""
+    nested = text.get("linear_attn_config") or {
+        "num_heads": text.get("linear_num_heads"),
+        "head_dim": text.get("linear_head_dim"),
+        "short_conv_kernel_size": text.get("linear_conv_kernel_dim"),
+        "gate_lower_bound": text.get("linear_lower_bound"),
+    }
+    for name, kind in (("kda_layers", "kda"), ("full_attn_layers", "mla")):
+        listed, derived = nested.get(name), [i for i, t in enumerate(layer_types) if t == kind]
+        if listed is not None and sorted(listed) != derived:
+            raise ConfigError(f"config.json: linear_attn_config.{name} is {listed}, layer_types says {derived}")
+    return {
+        "linear_num_heads": _positive_int(nested, "num_heads"),
+        "linear_head_dim": _positive_int(nested, "head_dim"),
+        "linear_conv_kernel_dim": _positive_int(nested, "short_conv_kernel_size"),
+        "linear_gate_lower_bound": _number(nested, "gate_lower_bound"),
+    }
+
+
+def _check_relations(text: Mapping[str, Any], config: Glm5NextConfig) -> None:
+    def require(good: bool, message: str) -> None:
+        if not good:
+            raise ConfigError(f"config.json: {message}")
+
+    kv_heads = text.get("num_key_value_heads", config.num_attention_heads)
+    require(kv_heads == config.num_attention_heads, f"num_key_value_heads is {kv_heads}; expected num_attention_heads")
+    require(config.index_topk % config.index_kpool == 0, "index_topk must be a multiple of index_kpool")
+    require(config.num_experts_per_tok <= config.n_routed_experts, "num_experts_per_tok exceeds n_routed_experts")
+    require(config.num_nextn_predict_layers in (0, 1), "num_nextn_predict_layers must be 0 or 1")
+    indexer_types = set(text.get("indexer_types") or ["full"])
+    require(indexer_types == {"full"}, f"indexer_types holds {sorted(indexer_types)}; only 'full' is implemented")
+    # Recurrences inside a chunk are rebased every 16 tokens; 16 x 5 keeps every exponent inside float32.
+    require(-5.0 <= config.linear_gate_lower_bound < 0, "gate_lower_bound must lie in [-5, 0)")

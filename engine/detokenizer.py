@@ -1,0 +1,106 @@
+"""From token ids to the text a user sees, piece by piece: characters, stop strings, reasoning.
+
+Each class turns a stream of deltas into a stream of deltas, holds back only what may still change, and gives
+up what it holds in `finish()`. Joined deltas do not depend on how the stream was cut: one token at a time and
+four at a time read the same. Chained in this order:
+
+    token ids -> Detokenizer -> StopMatcher -> ReasoningSplitter -> (reasoning, answer)
+"""
+
+import codecs
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from engine.text import Tokenizer
+
+THINK_START = "<think>"
+THINK_END = "</think>"
+
+
+class Detokenizer:
+    """Token ids to text, never splitting a character; joined deltas equal `Tokenizer.decode` of all ids.
+
+    Holds at most 3 bytes: the beginning of a UTF-8 character. A character that the end of the stream cuts
+    becomes one U+FFFD in `finish()`; bytes that can never form a character become U+FFFD at once.
+    """
+
+    def __init__(self, tokenizer: "Tokenizer") -> None:
+        self._token_bytes = tokenizer.token_bytes
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that became certain with these ids; may be empty."""
+        return self._decoder.decode(b"".join(map(self._token_bytes, token_ids)))
+
+    def finish(self) -> str:
+        """What is left: "" or one U+FFFD."""
+        return self._decoder.decode(b"", final=True)
+
+
+class StopMatcher:
+    """Ends the text right before the stop string that is completed first (the longer of two ending together).
+
+    Holds back the longest end of the text that begins a stop string: at most len(stop) - 1 characters.
+    """
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = stops
+        self._held = ""
+        self._stopped = False
+
+    def push(self, text: str) -> tuple[str, bool]:
+        """(text to show, whether a stop string was completed); after a stop nothing more is shown."""
+        if self._stopped:
+            return "", True
+        text = self._held + text
+        found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
+        if found:
+            self._held, self._stopped = "", True
+            return text[: min(found)[1]], True
+        shown = len(text) - _partial_length(text, self._stops)
+        self._held = text[shown:]
+        return text[:shown], False
+
+    def finish(self) -> str:
+        """The held text, which turned out to be no stop string."""
+        held, self._held = self._held, ""
+        return held
+
+
+class ReasoningSplitter:
+    """Splits an output into what precedes `</think>` and what follows; the tag itself belongs to neither.
+
+    `thinking` says where the stream stands. It starts as given (see `text.ends_in_thinking`) because the
+    opening tag is part of the prompt, and is still True at the end of an output cut before `</think>`.
+    """
+
+    def __init__(self, thinking: bool) -> None:
+        self.thinking = thinking
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str]:
+        """(reasoning delta, answer delta)."""
+        if not self.thinking:
+            return "", text
+        reasoning, tag, answer = (self._held + text).partition(THINK_END)
+        if tag:
+            self.thinking, self._held = False, ""
+            return reasoning, answer
+        shown = len(reasoning) - _partial_length(reasoning, (THINK_END,))
+        self._held = reasoning[shown:]
+        return reasoning[:shown], ""
+
+    def finish(self) -> tuple[str, str]:
+        """(the held beginning of a tag that never came, "")."""
+        held, self._held = self._held, ""
+        return held, ""
+
+
+def _partial_length(text: str, markers: Sequence[str]) -> int:
+    """Length of the longest end of `text` that is a proper beginning of a marker."""
+    longest = max((len(marker) - 1 for marker in markers), default=0)
+    for length in range(min(longest, len(text)), 0, -1):
+        if any(len(marker) > length and marker.startswith(text[-length:]) for marker in markers):
+            return length
+    return 0

@@ -1,0 +1,151 @@
+"""Which token comes out: the one home of every sampling rule.
+
+Rules are applied in this order: temperature, top_k, top_p, min_p. Each works on the distribution that the
+rule before it left, renormalised. Invariants:
+
+- equal logits rank by ascending id, so greedy choice, top_k and top_p never depend on a sort's whim;
+- the most likely token survives every rule, so a row with one finite logit can always be sampled;
+- a draw costs one uniform number of the request's own generator: batch mates, batch order and the device
+  change nothing but the last bits of the probabilities.
+
+| value                | meaning            |
+|----------------------|--------------------|
+| temperature 0        | argmax             |
+| top_k 0 or -1        | no limit           |
+| top_p 1              | no limit           |
+| top_p 0              | the top token      |
+| min_p 0              | no limit           |
+| min_p 1              | the top token(s)   |
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class SamplingError(ValueError):
+    """Sampling parameters or logits that no token can be chosen from."""
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one request chooses its tokens and when it ends. Raises SamplingError on a value out of range."""
+
+    max_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    seed: int | None = None
+    stop: tuple[str, ...] = ()
+    ignore_eos: bool = False
+
+    def __post_init__(self) -> None:
+        _require(_is_int(self.max_tokens, at_least=1), "max_tokens", self.max_tokens, "an integer >= 1")
+        _require(
+            _is_within(self.temperature, math.inf), "temperature", self.temperature, "a finite number >= 0"
+        )
+        _require(_is_within(self.top_p, 1), "top_p", self.top_p, "a number from 0 to 1")
+        _require(_is_int(self.top_k, at_least=-1), "top_k", self.top_k, "an integer >= 1, or 0 for no limit")
+        _require(_is_within(self.min_p, 1), "min_p", self.min_p, "a number from 0 to 1")
+        seed_good = self.seed is None or (_is_int(self.seed, at_least=0) and self.seed < 2**64)
+        _require(seed_good, "seed", self.seed, "an integer from 0 to 2**64 - 1")
+        stop_good = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
+        _require(stop_good, "stop", self.stop, "a tuple of non-empty strings")
+
+
+def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
+    """SamplingParams fields that generation_config.json sets; none (so greedy) unless it asks for sampling."""
+    fields = ("temperature", "top_p", "top_k", "min_p")
+    given = {name: generation_config[name] for name in fields if generation_config.get(name) is not None}
+    if not generation_config.get("do_sample", "temperature" in given):
+        return {}
+    return {"temperature": 1.0} | given
+
+
+def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
+    """The distribution that tokens are drawn from.
+
+    logits [vocab] or [rows, vocab], any float dtype -> same shape, float64, each row sums to 1. Temperature 0
+    puts all mass on the argmax. Raises SamplingError when any row has NaN, +inf or no finite entry.
+    """
+    top = logits.amax(dim=-1, keepdim=True)
+    if not bool(top.isfinite().all()):
+        raise _no_token(float(top[~top.isfinite()][0]))
+    if params.temperature == 0:
+        return torch.zeros_like(logits, dtype=torch.float64).scatter_(
+            -1, logits.argmax(-1, keepdim=True), 1.0
+        )
+    # Subtracting first keeps the quotient finite or -inf, however small the temperature.
+    probs = ((logits.double() - top.double()) / params.temperature).softmax(dim=-1)
+    if params.top_k > 0 or params.top_p < 1:
+        probs = _keep_top(probs, logits.argsort(dim=-1, descending=True, stable=True), params)
+    if params.min_p > 0:
+        floor = params.min_p * probs.amax(dim=-1, keepdim=True)
+        probs = probs.where(probs >= floor, 0.0)
+    return probs / probs.sum(dim=-1, keepdim=True)
+
+
+class Sampler:
+    """One request's tokens: its rules and its own random stream."""
+
+    def __init__(self, params: SamplingParams, seed: int) -> None:
+        self._params = params
+        self._generator = torch.Generator(device="cpu").manual_seed(seed)
+
+    def sample(self, logits: Tensor) -> int:
+        """Choose a token id from logits [vocab] float32; SamplingError on NaN, +inf or no finite entry."""
+        if self._params.temperature > 0:
+            return self.draw(filtered_probs(logits, self._params))
+        token = int(logits.argmax())  # the first, hence lowest, id among equals; NaN wins
+        if not math.isfinite(top := float(logits[token])):
+            raise _no_token(top)
+        return token
+
+    def draw(self, probs: Tensor) -> int:
+        """Draw an id from probs [vocab] float64 (need not be normalised) with one uniform number."""
+        # Summing the support alone, in id order on the CPU: rounding can't hit an id of probability 0.
+        support = probs.nonzero().squeeze(-1)
+        cumulative = probs[support].cpu().cumsum(0)
+        uniform = torch.rand((), generator=self._generator, dtype=torch.float64)
+        return int(support[torch.searchsorted(cumulative, uniform * cumulative[-1], right=True)])
+
+
+def _keep_top(probs: Tensor, order: Tensor, params: SamplingParams) -> Tensor:
+    """Zero what top_k, then top_p leave out. `order` [.., vocab] lists the ids from most to least likely."""
+    ranked = probs.gather(-1, order)
+    if params.top_k > 0:
+        ranked[..., params.top_k :] = 0
+    if params.top_p < 1:
+        ranked /= ranked.sum(dim=-1, keepdim=True)
+        mass_before = ranked.cumsum(dim=-1) - ranked
+        kept = mass_before < params.top_p
+        kept[..., 0] = True
+        ranked *= kept
+    return torch.zeros_like(probs).scatter_(-1, order, ranked)
+
+
+def _no_token(top: float) -> SamplingError:
+    return SamplingError(
+        f"the largest logit is {top}, expected a finite number; the model's output is broken for this request"
+    )
+
+
+def _is_int(value: object, at_least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def _is_within(value: object, maximum: float) -> bool:
+    """A finite number from 0 to `maximum`; NaN is not."""
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and 0 <= value <= maximum
+
+
+def _require(good: bool, field: str, found: object, expected: str) -> None:
+    if not good:
+        raise SamplingError(f"{field} is {found!r}, expected {expected}")

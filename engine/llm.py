@@ -1,0 +1,200 @@
+"""The engine's public face: requests in, tokens and text out.
+
+    plan = scheduler.schedule()
+    result = runner.execute(plan)
+    finished = scheduler.commit(plan, result)
+
+`step` is these three lines and the text that comes of them; `generate` and `stream` are loops around it.
+"""
+
+import secrets
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from engine.cache import allocate_trunk
+from engine.memory_plan import CacheShape, cache_bytes, default_kv_tokens, free_bytes
+from engine.options import DTYPES, EngineOptions
+from engine.output import Delta, Output, Result
+from engine.runner import Runner
+from engine.sampling import SamplingParams, default_sampling
+from engine.text import Tokenizer, stop_token_ids
+from model.config import Glm5NextConfig, load_config, read_json
+from model.glm5_next import Glm5Next
+from model.linear import matmul_dtype
+from model.weights import WeightTree, load_weights
+from scheduler.block_manager import BlockManager
+from scheduler.request import FinishReason, Request
+from scheduler.scheduler import Advance, Scheduler
+
+EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "model" / "embedded"
+Prompt = str | Sequence[int]
+Progress = Callable[[int, int], None]
+
+
+class LLM:
+    """One model with its cache and scheduler. Options are those of EngineOptions, by name.
+
+    `model`: a Hugging Face directory; the default is the small model that comes with the project.
+    `progress(bytes_done, bytes_total)` is called while weights load. Raises ValueError (or a subclass) on any
+    input that can't be served.
+    """
+
+    def __init__(self, model: str | Path = EMBEDDED_MODEL, *, progress: Progress | None = None, **options: Any) -> None:
+        self.options, directory = EngineOptions(**options), Path(model)
+        if not directory.is_dir():
+            found = "a file" if directory.exists() else "missing"
+            raise ValueError(f"{model} is {found}; expected a directory with config.json and safetensors shards")
+        self.seed = secrets.randbits(32) if self.options.seed is None else self.options.seed
+        self.device, self.dtype = torch.device(self.options.device), DTYPES[self.options.dtype]
+        self.config = load_config(directory)
+        generation_path = directory / "generation_config.json"
+        self.generation_config = read_json(generation_path) if generation_path.exists() else {}
+        self.tokenizer = Tokenizer.load(directory)
+        self.stop_ids = stop_token_ids(self.config.eos_token_ids, self.generation_config, self.tokenizer)
+        self._load(directory, progress)
+        self._outputs: dict[int, Output] = {}
+        self._requests: dict[int, Request] = {}
+        self._next_id = 0
+
+    def _load(self, directory: Path, progress: Progress | None) -> None:
+        tree = self._weights(directory, progress)
+        self.model = Glm5Next(tree, self.config, self.dtype, self.device)
+        tree.finish()
+        block_size, slots = self.options.block_size, self.options.max_running_requests
+        kv_tokens = self.options.kv_tokens or default_kv_tokens(self.config, self.dtype, self.device)
+        shape = CacheShape(max(kv_tokens // block_size, 1), block_size, slots, self.config.index_kpool)
+        needed, free = cache_bytes(self.config, self.dtype, shape), free_bytes(self.device)
+        if needed > free:
+            raise ValueError(
+                f"the cache needs {needed:,} bytes ({shape.num_blocks} blocks, {slots} slots), {free:,} are free;"
+                " lower kv_tokens or max_running_requests"
+            )
+        self.runner = Runner(self.model, allocate_trunk(self.config, shape, self.dtype, self.device))
+        blocks = BlockManager(shape.num_blocks, block_size, slots)
+        context = self.config.max_position_embeddings
+        self.scheduler = Scheduler(blocks, self.options.max_batched_tokens, context)
+
+    def default_params(self, **changes: Any) -> SamplingParams:
+        """Sampling as the checkpoint's generation_config.json says (else greedy), with `changes` applied."""
+        return SamplingParams(**{**default_sampling(self.generation_config), **changes})
+
+    def add_request(
+        self, prompt: Prompt, params: SamplingParams | None = None, *, split_reasoning: bool = False
+    ) -> int:
+        """Queue a prompt (text or token ids); its request id. `split_reasoning`: the output begins inside `<think>`."""
+        params = params or self.default_params()
+        ids = self.encode(prompt)
+        if params.stop and self.tokenizer is None:
+            raise ValueError("stop strings need a tokenizer, and the model directory has no tokenizer.json")
+        stop_ids = frozenset() if params.ignore_eos else frozenset(self.stop_ids)
+        request = Request(self._next_id, ids, params.max_tokens, stop_ids)
+        return self._enqueue(request, params, split_reasoning)
+
+    def _enqueue(self, request: Request, params: SamplingParams, split_reasoning: bool = False) -> int:
+        self.scheduler.add(request)
+        request_id = request.request_id
+        self._next_id += 1
+        # Each request of one engine seed gets a stream of its own.
+        seed = self.seed + request_id if params.seed is None else params.seed
+        self.runner.add(request_id, params, seed % 2**64)
+        self._requests[request_id] = request
+        self._outputs[request_id] = Output(
+            request_id, len(request.prompt), self.tokenizer, params.stop, split_reasoning
+        )
+        return request_id
+
+    def encode(self, prompt: Prompt) -> list[int]:
+        """Token ids of a prompt; nothing is added. ValueError on an empty prompt or an id outside the vocabulary."""
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("the model directory has no tokenizer.json; give token ids instead of text")
+            return self.tokenizer.encode(prompt)
+        ids, limit = list(prompt), self.config.vocab_size
+        bad = [token for token in ids if not 0 <= token < limit]
+        if bad:
+            raise ValueError(f"token id {bad[0]} is outside the vocabulary; expected 0 to {limit - 1}")
+        return ids
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is waiting or running."""
+        return self.scheduler.has_work
+
+    def step(self) -> list[Delta]:
+        """One forward; the news of every request that it moved."""
+        plan = self.scheduler.schedule()
+        result = self.runner.execute(plan)
+        for request_id, log_probs in result.log_probs.items():
+            self._outputs[request_id].result.prompt_log_probs.extend(log_probs)
+        return [delta for advance in self.scheduler.commit(plan, result) for delta in self._deliver(advance)]
+
+    def _deliver(self, advance: Advance) -> Iterator[Delta]:
+        request, reason = advance.request, advance.finish_reason
+        output = self._outputs[request.request_id]
+        if advance.token is not None:
+            delta, stopped = output.push(advance.token)
+            yield delta
+            if stopped:
+                reason = "stop"
+                self.scheduler.finish(request, reason)
+                request.finish_reason = reason  # a stop string at the last allowed token is a stop
+        if reason is not None:
+            yield output.finish(reason, advance.message)
+
+    def cancel(self, request_id: int, reason: FinishReason = "cancelled") -> Delta | None:
+        """End a request between two steps; None if it had ended. What it generated stays in its result."""
+        request = self._requests[request_id]
+        if request.status == "finished":
+            return None
+        self.scheduler.finish(request, reason)
+        return self._outputs[request_id].finish(reason)
+
+    def result(self, request_id: int) -> Result:
+        """A request's result so far."""
+        return self._outputs[request_id].result
+
+    def forget(self, request_ids: Iterable[int]) -> None:
+        """Drop the results of ended requests."""
+        for request_id in request_ids:
+            del self._requests[request_id], self._outputs[request_id]
+
+    def stream(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Delta]:
+        """Deltas of all prompts as they come, ids counting from the first prompt's; leaving early cancels."""
+        ids = [self.add_request(prompt, params) for prompt in prompts]
+        try:
+            while any(self._requests[i].status != "finished" for i in ids):
+                yield from self.step()
+        finally:
+            for request_id in ids:
+                self.cancel(request_id)
+            self.forget(ids)
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Result]:
+        """Results in prompt order."""
+        return self._run([self.add_request(prompt, params) for prompt in prompts])
+
+    def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
+        """Teacher-forced log-probability of every token but the first, per prompt."""
+        greedy = SamplingParams()
+        requests = [Request(0, self.encode(prompt), 0, score_prompt=True) for prompt in prompts]
+        ids = []
+        for request in requests:
+            request.request_id = self._next_id
+            ids.append(self._enqueue(request, greedy))
+        return [result.prompt_log_probs for result in self._run(ids)]
+
+    def _run(self, ids: list[int]) -> list[Result]:
+        while any(self._requests[i].status != "finished" for i in ids):
+            self.step()
+        results = [self.result(i) for i in ids]
+        self.forget(ids)
+        return results
+
+    def _weights(self, directory: Path, progress: Progress | None) -> WeightTree:
+        resident = matmul_dtype(self.dtype, self.device)
+        return load_weights(
+            directory, self.config, linear_dtype=resident, device=self.device, with_mtp=False, progress=progress
+        )

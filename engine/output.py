@@ -1,0 +1,86 @@
+"""What a caller sees of a request: its deltas while it runs and its result; text, stop strings and reasoning."""
+
+import time
+from dataclasses import dataclass, field
+
+from engine.detokenizer import Detokenizer, ReasoningSplitter, StopMatcher
+from engine.text import Tokenizer
+from scheduler.request import FinishReason
+
+
+@dataclass(frozen=True)
+class Delta:
+    """News of one request: token ids, the text they made certain, and the reason if it ended."""
+
+    request_id: int
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    reasoning: str = ""
+    finish_reason: FinishReason | None = None
+
+
+@dataclass
+class Result:
+    """One request's outcome so far.
+
+    `token_ids` are the delivered tokens: no stop id; after a stop string up to the token that completed it,
+    while `text` ends before it. `text` is None without a tokenizer, `reasoning` None unless it was split off.
+    """
+
+    prompt_tokens: int
+    token_ids: list[int] = field(default_factory=list)
+    text: str | None = None
+    reasoning: str | None = None
+    finish_reason: FinishReason | None = None
+    message: str | None = None
+    cached_tokens: int = 0
+    ttft_s: float | None = None
+    decode_tokens_per_s: float | None = None
+    prompt_log_probs: list[float] = field(default_factory=list)
+
+
+class Output:
+    """Collects one request's Result, token by token."""
+
+    def __init__(
+        self, request_id: int, prompt_tokens: int, tokenizer: Tokenizer | None, stop: tuple[str, ...], thinking: bool
+    ) -> None:
+        self.request_id, self.result = request_id, Result(prompt_tokens)
+        self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
+        self._matcher, self._splitter = StopMatcher(stop), ReasoningSplitter(thinking)
+        self._started, self._first_token_at = time.perf_counter(), 0.0
+        if tokenizer:
+            self.result.text = ""
+            self.result.reasoning = "" if thinking else None
+
+    def push(self, token: int) -> tuple[Delta, bool]:
+        """Deliver one token; also whether it completed a stop string."""
+        now, result = time.perf_counter(), self.result
+        result.token_ids.append(token)
+        if result.ttft_s is None:
+            result.ttft_s, self._first_token_at = now - self._started, now
+        elif now > self._first_token_at:
+            result.decode_tokens_per_s = (len(result.token_ids) - 1) / (now - self._first_token_at)
+        if self._detokenizer is None:
+            return Delta(self.request_id, (token,)), False
+        shown, stopped = self._matcher.push(self._detokenizer.push([token]))
+        return self._delta((token,), *self._splitter.push(shown)), stopped
+
+    def finish(self, reason: FinishReason, message: str | None = None) -> Delta:
+        """The last delta: held-back text, and the reason."""
+        self.result.finish_reason, self.result.message = reason, message
+        reasoning, text = "", ""
+        if self._detokenizer is not None:
+            shown, _ = self._matcher.push(self._detokenizer.finish())
+            reasoning, text = self._splitter.push(shown + self._matcher.finish())
+            reasoning += self._splitter.finish()[0]
+        return self._delta((), reasoning, text, reason)
+
+    def _delta(
+        self, tokens: tuple[int, ...], reasoning: str, text: str, reason: FinishReason | None = None
+    ) -> Delta:
+        if self.result.text is not None:
+            self.result.text += text
+        if self.result.reasoning is not None:
+            self.result.reasoning += reasoning
+        return Delta(self.request_id, tokens, text, reasoning, reason)

@@ -1,0 +1,100 @@
+"""What one forward is handed: token rows of several requests, flattened, and where each request's state lies.
+
+A `Segment` is one request's consecutive rows. Rows of a batch lie in segment order. `start` is a position
+(tokens before it are already in the caches); a segment that starts at 0 begins from zero state, whatever its
+slot holds. Block tables are in blocks, positions and offsets in tokens, pooled index keys in entries:
+`physical_index` is the only conversion between them.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Export:
+    """Keep the recurrent state after the segment's first `num_tokens` tokens in `slot`."""
+
+    num_tokens: int
+    slot: int
+
+
+@dataclass(frozen=True)
+class Segment:
+    """One request's rows of a batch: tokens `start` .. `start + num_tokens` - 1 at rows `row` ..."""
+
+    row: int
+    num_tokens: int
+    start: int
+    slot: int
+    block_table: Tensor  # [num_blocks] int64 on the model's device
+    exports: tuple[Export, ...] = ()
+
+    @property
+    def end(self) -> int:
+        """Position after the last token."""
+        return self.start + self.num_tokens
+
+    @property
+    def rows(self) -> slice:
+        """The segment's rows in the batch."""
+        return slice(self.row, self.row + self.num_tokens)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """token_ids [num_tokens] int64 and the segments that share them out."""
+
+    token_ids: Tensor
+    segments: tuple[Segment, ...]
+
+    @cached_property
+    def single_rows(self) -> "SingleRows | None":
+        """The one-token segments without exports, gathered so that their states advance together."""
+        singles = [s for s in self.segments if s.num_tokens == 1 and not s.exports]
+        if not singles:
+            return None
+        device = self.token_ids.device
+        return SingleRows(
+            rows=torch.tensor([s.row for s in singles], device=device),
+            slots=torch.tensor([s.slot for s in singles], device=device),
+            fresh=torch.tensor([s.start == 0 for s in singles], device=device),
+        )
+
+    @cached_property
+    def multi_row_segments(self) -> tuple[Segment, ...]:
+        """The segments that `single_rows` does not cover."""
+        return tuple(s for s in self.segments if s.num_tokens > 1 or s.exports)
+
+
+@dataclass(frozen=True)
+class SingleRows:
+    """One-token segments as tensors: rows and slots [n] int64, fresh [n] bool (starts from zero state)."""
+
+    rows: Tensor
+    slots: Tensor
+    fresh: Tensor
+
+    def carried(self, state: Tensor) -> Tensor:
+        """Copies of the rows' slots of `state` [num_slots, ...]; zeros for a fresh row, whatever its slot holds."""
+        return state[self.slots].masked_fill_(self.fresh.view(-1, *[1] * (state.dim() - 1)), 0)
+
+
+def physical_index(block_table: Tensor, logical: Tensor, per_block: int) -> Tensor:
+    """Address of logical entries in a cache of [num_blocks * per_block, ...].
+
+    block_table [num_blocks] int64, logical [n] int64 (slots or pooled entries, `per_block` of them a block).
+    An entry beyond the table raises IndexError (on a CPU; CUDA asserts in the kernel).
+    """
+    return block_table[logical // per_block] * per_block + logical % per_block
+
+
+def read_prefix(cache: Tensor, block_table: Tensor, count: int) -> Tensor:
+    """The first `count` logical entries of a request: cache [num_blocks, per_block, width] -> [count, width]."""
+    per_block = cache.shape[1]
+    num_blocks = -(-count // per_block)
+    if num_blocks > len(block_table):
+        raise IndexError(f"{count} entries need {num_blocks} blocks, the block table has {len(block_table)}")
+    return cache.index_select(0, block_table[:num_blocks]).flatten(0, 1)[:count]

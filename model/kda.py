@@ -1,0 +1,188 @@
+"""KDA (Kimi Delta Attention), the gated-delta layer: 34 of 45 trunk layers, the "GDN" of the policy.
+
+Per head a matrix S [key, value] is carried from token to token:
+
+    S <- diag(exp(g_t)) S                              decay per key channel, g in (gate_lower_bound, 0)
+    S <- S + k_t (x) beta_t (v_t - S^T k_t)            delta rule on the decayed state
+    o_t = S^T q_t                                      read after the update
+
+`recurrence` is that law, token by token. `chunked` computes the same 16 tokens at a time and meets every
+boundary on the 16-token grid on its way, which is where states are exported. The state "at n tokens" is S
+after token n-1 together with the last `conv kernel - 1` rows of q|k|v before the convolution: one unit, never
+carried, restored or exported apart. All arithmetic is float32.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.batch import Batch, Segment
+from model.config import Glm5NextConfig
+from model.linear import Linear
+from model.norms import l2_norm, rms_norm
+from model.weights import WeightTree
+
+# Inside a chunk exp(G_i - G_j) is computed as exp(G_i) * exp(-G_j): 16 tokens x 5 = 80 < 88 = ln(float32 max).
+CHUNK_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class KdaState:
+    """The recurrent slots of one layer."""
+
+    matrix: Tensor  # [num_slots, heads, key, value] float32
+    conv: Tensor  # [num_slots, kernel - 1, 3 * heads * head_dim], rows of q|k|v before the convolution
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one whole state from slot to slot."""
+        self.matrix[target] = self.matrix[source]
+        self.conv[target] = self.conv[source]
+
+
+@dataclass(frozen=True)
+class KdaInputs:
+    """What the recurrence reads; heads and channels split, float32. Axes: [num_tokens, heads, head_dim]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor  # log-decay per key channel
+    beta: Tensor  # [num_tokens, heads]
+
+    def rows(self, index: slice | Tensor) -> "KdaInputs":
+        return KdaInputs(self.q[index], self.k[index], self.v[index], self.g[index], self.beta[index])
+
+
+class Kda:
+    """One KDA mixer: x [num_tokens, hidden] -> y [num_tokens, hidden]."""
+
+    def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype) -> None:
+        self.heads, self.head_dim, width = config.linear_num_heads, config.linear_head_dim, config.linear_width
+        self.rms_eps = config.rms_norm_eps
+        names = ["q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj"]
+        self.in_proj = Linear(tree.fused(names), dtype)
+        self.in_widths = [3 * width, self.head_dim, self.head_dim, self.heads]
+        self.f_b_proj = Linear(tree.linear("f_b_proj"), dtype)
+        self.g_b_proj = Linear(tree.linear("g_b_proj"), dtype)
+        self.o_proj = Linear(tree.linear("o_proj"), dtype)
+        convs = [tree.tensor(f"{name}_conv1d.weight").squeeze(1) for name in "qkv"]
+        self.conv_taps = torch.cat(convs).T.contiguous()  # [kernel, 3 * width]; the last tap is the current token
+        self.decay_rate = tree.tensor("A_log").exp().unsqueeze(1)  # [heads, 1]
+        self.dt_bias = tree.tensor("dt_bias").view(self.heads, self.head_dim)
+        self.gate_lower_bound = config.linear_gate_lower_bound
+        self.o_norm = tree.tensor("o_norm.weight")
+
+    def forward(self, x: Tensor, batch: Batch, state: KdaState) -> Tensor:
+        """Advance every segment's slot by its tokens; write the exports that segments ask for."""
+        qkv, f_a, g_a, b = self.in_proj(x).split(self.in_widths, dim=1)
+        # Rounded before use, so that a row means the same inside a chunk and carried across a boundary.
+        qkv = qkv.to(state.conv.dtype)
+        inputs = self._inputs(self._convolve(qkv, batch, state.conv), f_a, b)
+        out = torch.empty_like(inputs.v)
+        singles = batch.single_rows
+        if singles is not None:
+            stepped = recurrence_step(inputs.rows(singles.rows), singles.carried(state.matrix))
+            out[singles.rows], state.matrix[singles.slots] = stepped
+        for segment in batch.multi_row_segments:
+            out[segment.rows] = self._run_segment(inputs.rows(segment.rows), segment, state)
+        gate = self.g_b_proj(g_a).float().sigmoid().view_as(out)
+        return self.o_proj((rms_norm(out, self.o_norm, self.rms_eps) * gate).flatten(1))
+
+    def _convolve(self, qkv: Tensor, batch: Batch, history: Tensor) -> Tensor:
+        """Causal depthwise convolution and SiLU; qkv [num_tokens, 3 * width] -> float32. Advances `history`."""
+        out = torch.empty(qkv.shape, dtype=torch.float32, device=qkv.device)
+        singles = batch.single_rows
+        if singles is not None:
+            window = torch.cat([singles.carried(history), qkv[singles.rows].unsqueeze(1)], dim=1)
+            out[singles.rows] = (window.float() * self.conv_taps).sum(1)
+            history[singles.slots] = window[:, 1:]
+        kept = history.shape[1]
+        for segment in batch.multi_row_segments:
+            before = history[segment.slot] if segment.start else torch.zeros_like(history[0])
+            window = torch.cat([before, qkv[segment.rows]])
+            out[segment.rows] = depthwise_causal_conv(window.float(), self.conv_taps)
+            for export in segment.exports:
+                history[export.slot] = window[export.num_tokens : export.num_tokens + kept]
+            history[segment.slot] = window[segment.num_tokens :]
+        return functional.silu(out, inplace=True)
+
+    def _inputs(self, qkv: Tensor, f_a: Tensor, b: Tensor) -> KdaInputs:
+        q, k, v = qkv.view(len(qkv), 3, self.heads, self.head_dim).unbind(1)
+        rate = self.f_b_proj(f_a).float().view(-1, self.heads, self.head_dim) + self.dt_bias
+        g = self.gate_lower_bound * torch.sigmoid(self.decay_rate * rate)
+        return KdaInputs(l2_norm(q) * self.head_dim**-0.5, l2_norm(k), v, g, b.float().sigmoid())
+
+    def _run_segment(self, inputs: KdaInputs, segment: Segment, state: KdaState) -> Tensor:
+        start = state.matrix[segment.slot] if segment.start else torch.zeros_like(state.matrix[0])
+        exports = {export.num_tokens: export.slot for export in segment.exports}
+        out, states = chunked(inputs, start, tuple(exports))
+        for num_tokens, slot in exports.items():
+            state.matrix[slot] = states[num_tokens]
+        state.matrix[segment.slot] = states[segment.num_tokens]
+        return out
+
+
+def depthwise_causal_conv(window: Tensor, taps: Tensor) -> Tensor:
+    """window [kernel - 1 + num_tokens, width], taps [kernel, width] -> [num_tokens, width], no activation."""
+    num_tokens = len(window) - len(taps) + 1
+    out = window[:num_tokens] * taps[0]
+    for offset in range(1, len(taps)):
+        out.addcmul_(window[offset : offset + num_tokens], taps[offset])
+    return out
+
+
+def recurrence_step(inputs: KdaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """One token of each of n requests. inputs [n, heads, ...], state [n, heads, key, value] -> (out, new state)."""
+    state = state * inputs.g.exp().unsqueeze(-1)
+    k = inputs.k.unsqueeze(-2)
+    delta = (inputs.v.unsqueeze(-2) - k @ state) * inputs.beta[..., None, None]
+    state = state + k.transpose(-1, -2) * delta
+    return (inputs.q.unsqueeze(-2) @ state).squeeze(-2), state
+
+
+def recurrence(inputs: KdaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
+    """The law: token by token. state [heads, key, value] float32 -> (out [num_tokens, heads, value], new state)."""
+    out = torch.empty_like(inputs.v)
+    for t in range(len(out)):
+        row, state = recurrence_step(inputs.rows(slice(t, t + 1)), state.unsqueeze(0))
+        out[t], state = row[0], state[0]
+    return out, state
+
+
+def chunked(inputs: KdaInputs, state: Tensor, boundaries: tuple[int, ...] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+    """The same function as `recurrence`, `CHUNK_TOKENS` at a time.
+
+    state [heads, key, value]. Returns out [num_tokens, heads, value] and the states after each of `boundaries`
+    tokens (multiples of CHUNK_TOKENS, else ValueError) and after all of them.
+    """
+    num_tokens, heads, _ = inputs.v.shape
+    if any(b % CHUNK_TOKENS and b != num_tokens for b in boundaries):
+        raise ValueError(f"exports at {boundaries} tokens; expected multiples of {CHUNK_TOKENS}")
+    # Padding to whole chunks with k = v = beta = g = 0 leaves the final state alone.
+    pad = -num_tokens % CHUNK_TOKENS
+    q, k, v, g = (
+        functional.pad(x, (0, 0, 0, 0, 0, pad)).view(-1, CHUNK_TOKENS, heads, x.shape[2]).transpose(1, 2)
+        for x in (inputs.q, inputs.k, inputs.v, inputs.g)
+    )
+    beta = functional.pad(inputs.beta, (0, 0, 0, pad)).view(-1, CHUNK_TOKENS, heads).transpose(1, 2).unsqueeze(-1)
+    decay = g.cumsum(2)  # [chunks, heads, tokens, key], log-decay since the chunk's start
+    total = decay[:, :, -1:]
+    grown, from_start, k_to_end = k * (-decay).exp(), decay.exp(), k * (total - decay).exp()
+    q_in, k_in = q * from_start, k * from_start
+    system = (beta * (k_in @ grown.transpose(-1, -2))).tril(-1)
+    rhs = torch.cat([beta * v, beta * k_in], dim=-1)
+    solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
+    update, absorbed = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
+    scores = (q_in @ grown.transpose(-1, -2)).tril()
+    keep, k_to_end = total.exp().transpose(-1, -2), k_to_end.transpose(-1, -2)
+    out, states = torch.empty_like(update), {}
+    for chunk in range(len(update)):
+        delta = torch.baddbmm(update[chunk], absorbed[chunk], state, alpha=-1)
+        torch.baddbmm(scores[chunk] @ delta, q_in[chunk], state, out=out[chunk])
+        state = torch.baddbmm(keep[chunk] * state, k_to_end[chunk], delta)
+        if (end := (chunk + 1) * CHUNK_TOKENS) in boundaries:
+            states[end] = state
+    states[num_tokens] = state
+    return out.transpose(1, 2).flatten(0, 1)[:num_tokens], states

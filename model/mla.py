@@ -1,0 +1,119 @@
+"""MLA without rope, in absorbed form over a paged latent cache; sparse by the k-pool indexer.
+
+One latent row per token serves every head as key and value. The head's key projection is absorbed into its
+query and the value projection is applied after the weighted sum, so attention runs on the cached rows as they
+are. The scale is that of the un-absorbed head, qk_nope_head_dim^-0.5. There is no position code: order comes
+from the KDA layers alone.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from model.batch import Batch, Segment, physical_index, read_prefix
+from model.config import Glm5NextConfig
+from model.indexer import IndexCache, Indexer, Selection
+from model.linear import Linear
+from model.norms import rms_norm
+from model.weights import WeightTree
+
+GATHER_BLOCK_BYTES = 8 << 20  # of gathered latents at a time
+
+
+@dataclass(frozen=True)
+class MlaCache:
+    """Pages of one MLA layer: `latent` [num_blocks, block_size, kv_lora_rank], slot s of a request in its
+    block s // block_size, and the indexer's part."""
+
+    latent: Tensor
+    index: IndexCache
+
+
+class Mla:
+    """One MLA mixer with its indexer: x [num_tokens, hidden] -> y [num_tokens, hidden].
+
+    `first_slot` 0: row r of the layer lies in slot r (trunk); 1: in slot r + 1, and slot 0 stays empty (MTP).
+    """
+
+    def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype, first_slot: int = 0) -> None:
+        self.heads, self.first_slot, self.dtype = config.num_attention_heads, first_slot, dtype
+        self.rms_eps, self.scale = config.rms_norm_eps, config.qk_nope_head_dim**-0.5
+        self.q_a_proj, self.q_b_proj = Linear(tree.linear("q_a_proj"), dtype), Linear(tree.linear("q_b_proj"), dtype)
+        self.kv_a_proj = Linear(tree.linear("kv_a_proj_with_mqa"), dtype)
+        self.o_proj = Linear(tree.linear("o_proj"), dtype)
+        self.q_a_norm, self.kv_a_norm = tree.tensor("q_a_layernorm.weight"), tree.tensor("kv_a_layernorm.weight")
+        kv_b = tree.linear("kv_b_proj").expand(dtype).view(self.heads, -1, config.kv_lora_rank)
+        # [heads, qk_nope_head_dim, kv_lora_rank] and [heads, kv_lora_rank, v_head_dim]
+        self.key_up = kv_b[:, : config.qk_nope_head_dim]
+        self.value_up = kv_b[:, config.qk_nope_head_dim :].transpose(1, 2)
+        self.indexer = Indexer(tree.at("indexer"), config, dtype, first_slot)
+
+    def forward(
+        self, x: Tensor, batch: Batch, cache: MlaCache, selections: list[Selection] | None = None
+    ) -> tuple[Tensor, list[Selection]]:
+        """Write the batch's latent rows (and index keys), then attend.
+
+        With `selections` given (MTP iterations 2..k) these are used, and nothing is written to any cache.
+        """
+        q_latent = rms_norm(self.q_a_proj(x), self.q_a_norm, self.rms_eps)
+        if selections is None:
+            latent = rms_norm(self.kv_a_proj(x), self.kv_a_norm, self.rms_eps).to(cache.latent.dtype)
+            for segment in batch.segments:
+                self._write(latent[segment.rows], segment, cache.latent)
+            selections = self.indexer.select(x, q_latent, batch, cache.index)
+        q = self.q_b_proj(q_latent).view(len(x), self.heads, -1) * self.scale
+        absorbed = torch.bmm(q.transpose(0, 1), self.key_up).transpose(0, 1)  # [num_tokens, heads, kv_lora_rank]
+        mixed = torch.empty_like(absorbed)
+        for segment, selection in zip(batch.segments, selections, strict=True):
+            mixed[segment.rows] = self._attend(absorbed[segment.rows], segment, selection, cache.latent)
+        out = torch.bmm(mixed.transpose(0, 1), self.value_up).transpose(0, 1).flatten(1)
+        return self.o_proj(out), selections
+
+    def _write(self, latent: Tensor, segment: Segment, cache: Tensor) -> None:
+        slots = torch.arange(max(segment.start, self.first_slot), segment.end, device=latent.device)
+        address = physical_index(segment.block_table, slots, cache.shape[1])
+        cache.view(-1, cache.shape[2])[address] = latent[len(latent) - len(slots) :]
+
+    def _attend(self, q: Tensor, segment: Segment, selection: Selection, cache: Tensor) -> Tensor:
+        """q [num_tokens, heads, kv_lora_rank], already scaled -> weighted latents of the same shape."""
+        out, first = torch.zeros_like(q), segment.start - self.first_slot
+        dense = selection.num_dense
+        if dense and first + dense > 0:
+            visible = read_prefix(cache, segment.block_table, first + dense + self.first_slot)[self.first_slot :]
+            out[:dense] = dense_attention(q[:dense], visible.to(self.dtype), first)
+        if dense == segment.num_tokens:
+            return out
+        width = selection.rows.shape[1]
+        block = max(1, GATHER_BLOCK_BYTES // (width * cache.shape[2] * cache.element_size()))
+        for begin in range(0, len(q) - dense, block):
+            rows = selection.rows[begin : begin + block]
+            slots = rows.clamp(min=0).flatten() + self.first_slot
+            address = physical_index(segment.block_table, slots, cache.shape[1])
+            gathered = cache.view(-1, cache.shape[2])[address].view(*rows.shape, -1).to(self.dtype)
+            part = slice(dense + begin, dense + begin + len(rows))
+            out[part] = sparse_attention(q[part], gathered, rows >= 0)
+        return out
+
+
+def dense_attention(q: Tensor, latents: Tensor, first: int) -> Tensor:
+    """Causal attention of rows first, first + 1, ... over latents [first + queries, kv_lora_rank].
+
+    q [queries, heads, kv_lora_rank] -> the same shape. A row below 0 (the MTP layer's empty slot) gives zeros.
+    """
+    queries, heads, width = q.shape
+    scores = (q.reshape(-1, width) @ latents.T).float().view(queries, heads, -1)
+    if queries > 1 or first < 0:
+        row = torch.arange(first, first + queries, device=q.device).unsqueeze(1)
+        hidden = torch.arange(len(latents), device=q.device) > row
+        scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
+    weights = scores.softmax(-1)
+    if first < 0:
+        weights[:-first] = 0
+    return (weights.to(q.dtype).view(queries * heads, -1) @ latents).view_as(q)
+
+
+def sparse_attention(q: Tensor, latents: Tensor, used: Tensor) -> Tensor:
+    """q [queries, heads, kv_lora_rank] over its own latents [queries, width, kv_lora_rank]; used [queries, width]."""
+    scores = torch.bmm(q, latents.transpose(1, 2)).float().masked_fill_(~used.unsqueeze(1), -torch.inf)
+    return torch.bmm(scores.softmax(-1).to(q.dtype), latents)

@@ -1,0 +1,102 @@
+"""Feed-forward layers: the router, the clamped SwiGLU, the dense MLP and the mixture of experts.
+
+One function, `clamped_swiglu`, serves dense layers, routed experts and the shared expert: the gate is limited
+from above only, up on both sides, before the activation (`swiglu_limit`). The router works in float32: the
+bias takes part in choosing experts and never in their weights; weights are normalised sigmoid scores times
+`routed_scaling_factor`, applied once, here; ties choose the lowest expert.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from model.config import Glm5NextConfig
+from model.formats import Weight
+from model.linear import Linear
+from model.weights import WeightTree
+
+DENOMINATOR_EPS = 1e-20  # fixed by the architecture, not a config field
+# Groups of rows are padded to a multiple of this. Matrix kernels treat fewer rows differently; with padding, a
+# row's result does not depend on how many others chose the same expert.
+ROW_PADDING = 16
+
+
+def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
+    """silu(min(gate, limit)) * clamp(up, -limit, limit), elementwise."""
+    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+
+
+class Mlp:
+    """Dense MLP, and the shared expert: x [num_tokens, hidden] -> [num_tokens, hidden]."""
+
+    def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype) -> None:
+        self.gate_proj, self.up_proj = Linear(tree.linear("gate_proj"), dtype), Linear(tree.linear("up_proj"), dtype)
+        self.down_proj, self.limit = Linear(tree.linear("down_proj"), dtype), config.swiglu_limit
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(clamped_swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
+
+
+class Router:
+    """Chooses `num_experts_per_tok` experts per token."""
+
+    def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype) -> None:
+        self.gate, self.bias = Linear(tree.linear("gate"), dtype), tree.tensor("gate.e_score_correction_bias")
+        self.top_k, self.scaling = config.num_experts_per_tok, config.routed_scaling_factor
+
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """x [num_tokens, hidden] -> experts [num_tokens, top_k] int64, weights [num_tokens, top_k] float32."""
+        return choose_experts(self.gate.in_float32(x), self.bias, self.top_k, self.scaling)
+
+
+def choose_experts(logits: Tensor, bias: Tensor, top_k: int, scaling: float) -> tuple[Tensor, Tensor]:
+    """logits [num_tokens, experts] float32, bias [experts] float32 -> (experts, weights), see Router.route."""
+    scores = logits.sigmoid()
+    experts = (scores + bias).sort(dim=1, descending=True, stable=True).indices[:, :top_k]
+    weights = scores.gather(1, experts)
+    return experts, weights / (weights.sum(1, keepdim=True) + DENOMINATOR_EPS) * scaling
+
+
+class Moe:
+    """Routed experts and the shared expert: x [num_tokens, hidden] -> [num_tokens, hidden] float32."""
+
+    def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype) -> None:
+        self.router = Router(tree, config, dtype)
+        self.shared = Mlp(tree.at("shared_experts"), config, dtype)
+        self.gate, self.up, self.down = (tree.experts(f"{name}_proj") for name in ("gate", "up", "down"))
+        self.limit, self.dtype = config.swiglu_limit, dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        experts, weights = self.router.route(x)
+        x = x.to(self.dtype)
+        routed = self._one_token(x, experts, weights) if len(x) == 1 else self._by_expert(x, experts, weights)
+        return routed + self.shared.forward(x)
+
+    def _one_token(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """One row: its `top_k` experts as one batched product."""
+        chosen = [stack.select(experts[0]) for stack in (self.gate, self.up, self.down)]
+        outputs = self._run(x.expand(experts.shape[1], 1, -1), *chosen)
+        return weights @ outputs.squeeze(1).float()
+
+    def _by_expert(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Many rows: one expert expanded at a time, its rows together, sums in expert order."""
+        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        order = experts.flatten().sort(stable=True)
+        tokens = order.indices // experts.shape[1]
+        pair_weights = weights.flatten()[order.indices].unsqueeze(1)
+        hit, counts = order.values.unique_consecutive(return_counts=True)
+        begin = 0
+        for expert, count in zip(hit.tolist(), counts.tolist(), strict=True):
+            rows = tokens[begin : begin + count]
+            padded = functional.pad(x[rows], (0, 0, 0, -count % ROW_PADDING))
+            result = self._run(padded, *(stack.select(expert) for stack in (self.gate, self.up, self.down)))
+            out.index_add_(0, rows, result[:count].float() * pair_weights[begin : begin + count])
+            begin += count
+        return out
+
+    def _run(self, x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
+        hidden = clamped_swiglu(self._times(x, gate), self._times(x, up), self.limit)
+        return self._times(hidden, down)
+
+    def _times(self, x: Tensor, weight: Weight) -> Tensor:
+        return x @ weight.expand(self.dtype).transpose(-1, -2)

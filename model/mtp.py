@@ -1,0 +1,66 @@
+"""The MTP layer: drafts the token after next from a hidden state and the token that followed it.
+
+    x = eh_proj([ norm(embedding of x_p) ; norm(h_{p-1}) ])      embedding half first
+    x = x + mla(norm(x)) ;  x = x + moe(norm(x))                 plain residual, one stream
+    y = norm(x) ;  draft = argmax(y @ lm_head.T)                 y is also the next iteration's hidden state
+
+The MTP row of token p pairs (h_{p-1}, x_p), hidden states as the trunk returns them (after its final norm), and
+is filed in slot p of the layer's own cache: what lies in a page depends only on tokens up to the page's last
+one. Token 0 has no row and slot 0 stays empty, but index pools are grouped by row (row 0 is token 1), so pool j
+is entry j + 1. Embedding and head are the trunk's.
+
+Iteration 1 runs over the rows of known tokens. Iterations 2..k feed the layer its own y and draft. With index
+sharing (`index_share_for_mtp_iteration`) they attend to the rows selected for the last known row, run no
+indexer and write nothing; without it they are ordinary rows, to be overwritten later.
+"""
+
+import torch
+from torch import Tensor
+
+from model.batch import Batch
+from model.config import Glm5NextConfig
+from model.glm5_next import Glm5Next
+from model.indexer import Selection
+from model.linear import Linear, matmul_dtype
+from model.mla import Mla, MlaCache
+from model.moe import Moe
+from model.norms import rms_norm
+from model.weights import WeightTree
+
+FIRST_SLOT = 1  # slot of the layer's row 0
+
+
+class Mtp:
+    """The draft layer, `layers.{num_hidden_layers}` of the checkpoint; shares the trunk's embedding and head."""
+
+    def __init__(self, tree: WeightTree, config: Glm5NextConfig, trunk: Glm5Next) -> None:
+        tree = tree.at(f"layers.{config.num_hidden_layers}")
+        product = matmul_dtype(trunk.dtype, trunk.device)
+        self.trunk, self.eps = trunk, config.rms_norm_eps
+        self.enorm, self.hnorm = tree.tensor("enorm.weight"), tree.tensor("hnorm.weight")
+        self.eh_proj = Linear(tree.linear("eh_proj"), product)
+        self.input_norm = tree.tensor("input_layernorm.weight")
+        self.post_attention_norm = tree.tensor("post_attention_layernorm.weight")
+        self.mla = Mla(tree.at("self_attn"), config, product, FIRST_SLOT)
+        self.moe = Moe(tree.at("mlp"), config, product)
+        self.norm = tree.tensor("shared_head.norm.weight")
+
+    @torch.inference_mode()
+    def forward(
+        self, batch: Batch, previous: Tensor, cache: MlaCache, selections: list[Selection] | None = None
+    ) -> tuple[Tensor, list[Selection]]:
+        """Run the rows of `batch` (token p in slot p) with `previous` [num_tokens, hidden], h_{p-1} of each.
+
+        Returns y [num_tokens, hidden] in the activation dtype, and the selections, to share with later
+        iterations. The row of token 0 is not defined: its `previous` is ignored by every other row.
+        """
+        tokens = rms_norm(self.trunk.embed(batch.token_ids), self.enorm, self.eps)
+        x = self.eh_proj(torch.cat([tokens, rms_norm(previous, self.hnorm, self.eps)], dim=1)).float()
+        mixed, selections = self.mla.forward(rms_norm(x, self.input_norm, self.eps), batch, cache, selections)
+        x = x + mixed.float()
+        x = x + self.moe.forward(rms_norm(x, self.post_attention_norm, self.eps)).float()
+        return rms_norm(x, self.norm, self.eps).to(self.trunk.dtype), selections
+
+    def logits(self, y: Tensor) -> Tensor:
+        """y [rows, hidden] -> [rows, vocab_size] float32, through the trunk's head."""
+        return self.trunk.logits(y)

@@ -76,6 +76,11 @@ def part_shapes(format: Format, shape: tuple[int, ...]) -> list[tuple[int, ...]]
     if format == "plain":
         return [shape]
     rows, columns = shape
+    group = {"nvfp4": BLOCK, "mxfp8": MXFP8_GROUP}.get(format, 1)
+    if columns % group:
+        raise WeightError(
+            f"shape {list(shape)} cannot be stored as {format}: groups of {group} input columns"
+        )
     if format == "nvfp4":
         return [(rows, columns // 2), (rows, columns // BLOCK), ()]
     if format == "mxfp8":

@@ -5,6 +5,7 @@ parameter is taken exactly once (`finish` proves it); float32 roles keep their b
 afterwards. Besides the result, at most one tensor is alive at a time.
 """
 
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,14 +14,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from model.checkpoint import Checkpoint, StoredParameter, raise_if_any, read_checkpoint
+from model.checkpoint import Checkpoint, StoredParameter, part_shapes, raise_if_any, read_checkpoint
 from model.config import Glm5NextConfig, read_json
 from model.formats import Fp8BlockWeight, Mxfp8Weight, Nvfp4Weight, PlainWeight, Weight
 from model.parameters import parameter_specs
 from model.quantization import Format
 from model.shards import ShardReader, StoredTensor, WeightError
-
-__all__ = ["WeightError", "WeightTree", "load_weights"]
 
 Progress = Callable[[int, int], None]
 # Resident dtypes of each format's parts; None stands for `linear_dtype`.
@@ -134,7 +133,7 @@ class WeightTree:
         return PlainWeight(tensor)
 
     def experts(self, projection: str) -> Weight:
-        """All routed experts' `projection` as one stack [experts, out, in]; each expert has its own scales."""
+        """All routed experts' `projection` as one stack [experts, out, in]; experts keep their own scales."""
         parameters: list[StoredParameter] = []
         while (parameter := self._find(f"experts.{len(parameters)}.{projection}")) is not None:
             parameters.append(parameter)
@@ -151,6 +150,12 @@ class WeightTree:
             self._store.fill(parameter, [stack[expert] for stack in stacks])
         return WEIGHT_CLASSES[first.format](*stacks)
 
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that all parameters will take once taken."""
+        store = self._store
+        return sum(resident_bytes(p, store.linear_dtype) for p in store.parameters.values())
+
     def finish(self) -> None:
         """Raise WeightError unless every parameter was taken exactly once."""
         raise_if_any("model", self._store.problems(), "the model and the checkpoint do not cover each other")
@@ -164,6 +169,21 @@ class WeightTree:
         if parameter is None:
             raise WeightError(f"the model asks for {self._prefix}{name}, which the checkpoint does not have")
         return parameter
+
+
+def resident_bytes(parameter: StoredParameter, linear_dtype: torch.dtype, ranks: int = 1) -> int:
+    """Memory of one rank's share of a parameter. Raises WeightError if `ranks` does not divide its cut axis."""
+    spec = parameter.spec
+    shape = list(spec.shape)
+    if spec.split is not None:
+        if shape[spec.split] % ranks:
+            raise WeightError(f"{spec.name} {shape} cannot be cut into {ranks} equal parts; use another --tp")
+        shape[spec.split] //= ranks
+    if spec.kind == "float32":
+        return math.prod(shape) * torch.float32.itemsize
+    dtypes = PART_DTYPES[parameter.format]
+    shapes = part_shapes(parameter.format, tuple(shape))
+    return sum(math.prod(s) * (d or linear_dtype).itemsize for s, d in zip(shapes, dtypes, strict=True))
 
 
 def _part_shapes(parameter: StoredParameter) -> list[tuple[int, ...]]:

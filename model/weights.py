@@ -133,7 +133,7 @@ class WeightTree:
         return PlainWeight(tensor)
 
     def experts(self, projection: str) -> Weight:
-        """All routed experts' `projection` as one stack [experts, out, in]; experts keep their own scales."""
+        """All routed experts' `projection` as one stack [experts, out, in], each with its own scales."""
         parameters: list[StoredParameter] = []
         while (parameter := self._find(f"experts.{len(parameters)}.{projection}")) is not None:
             parameters.append(parameter)

@@ -98,9 +98,9 @@ class ReasoningSplitter:
 
 
 def _partial_length(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text` that is a proper beginning of a marker."""
+    """Length of the longest end of `text`, which holds no whole marker, that begins one."""
     longest = max((len(marker) - 1 for marker in markers), default=0)
     for length in range(min(longest, len(text)), 0, -1):
-        if any(len(marker) > length and marker.startswith(text[-length:]) for marker in markers):
+        if any(marker.startswith(text[-length:]) for marker in markers):
             return length
     return 0

@@ -59,7 +59,7 @@ class SamplingParams:
 
 
 def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
-    """SamplingParams fields that generation_config.json sets; none (so greedy) unless it asks for sampling."""
+    """SamplingParams fields that generation_config.json sets; none, hence greedy, if it says not to."""
     fields = ("temperature", "top_p", "top_k", "min_p")
     given = {name: generation_config[name] for name in fields if generation_config.get(name) is not None}
     if not generation_config.get("do_sample", "temperature" in given):

@@ -41,7 +41,6 @@ class Tokenizer:
         self._tokenizer = tokenizer
         self._special_tokens = _special_tokens(config)
         self._template = template
-        self._added_tokens = {i: token.content for i, token in tokenizer.get_added_tokens_decoder().items()}
         self._bytes_of: dict[int, bytes] = {}
         self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_id = self.token_id(self._special_tokens.get("eos_token", ""))
@@ -113,12 +112,10 @@ class Tokenizer:
             raise TextError(f"the chat template refused the messages: {error}") from None
 
     def _spell(self, token_id: int) -> bytes:
-        if token_id in self._added_tokens:
-            return str(self._added_tokens[token_id]).encode()
         token: str = self._tokenizer.id_to_token(token_id) or ""
         if all(character in BYTE_ALPHABET for character in token):
             return bytes(BYTE_ALPHABET[character] for character in token)
-        return token.encode()
+        return token.encode()  # an added token, spelled as it is
 
 
 def ends_in_thinking(prompt_text: str) -> bool:

@@ -159,13 +159,45 @@ def test_template_file_comes_before_the_config_field(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "template",
-    ["{{ raise_exception('no') }}", "{% if %}", "{{ messages.nothing.at_all }}", "{{ 1 + messages }}"],
+    [
+        "{{ raise_exception('no') }}",
+        "{% if %}",
+        "{{ messages.nothing.at_all }}",
+        "{{ 1 + messages }}",
+        "{{ messages.append(1) }}",
+        "{{ messages.__class__.__mro__ }}",
+    ],
 )
 def test_a_template_that_fails_is_a_user_error(tmp_path: Path, template: str) -> None:
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     with pytest.raises(TextError, match="chat template refused"):
         _load(tmp_path).chat(USER)
+
+
+def test_block_lines_leave_no_trace_and_loops_can_break(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    lines = [
+        "  {% for n in [1, 2] %}",
+        "{{ n }}",
+        "    {% if n == 1 %}",
+        "    {% break %}",
+        "    {% endif %}",
+    ]
+    (tmp_path / "chat_template.jinja").write_text("\n".join([*lines, "  {% endfor %}", "end"]))
+    assert _load(tmp_path).chat(USER) == "1\nend"
+
+
+def test_an_added_token_outside_the_byte_alphabet_keeps_its_spelling(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    path = str(tmp_path / "tokenizer.json")
+    library = LibraryTokenizer.from_file(path)
+    library.add_tokens(["<two words 한>"])
+    library.save(path)
+    tokenizer = _load(tmp_path)
+    ids = tokenizer.encode("é<two words 한>é")
+    assert len(ids) == 5
+    assert tokenizer.decode(ids) == "é<two words 한>é"
 
 
 def test_unknown_ids_decode_to_nothing_and_special_tokens_to_their_text(tokenizer: Tokenizer) -> None:

@@ -21,7 +21,7 @@ from model.shards import StoredTensor, WeightError, read_headers
 
 # Longest first: each is removed once.
 PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
-SKIPPED = re.compile(r"^(model\.)?visual\.")
+VISION = re.compile(r"^(model\.)?visual\.")
 # Activation and KV scales: the engine computes with 16-bit activations and its own KV dtype.
 UNUSED_SCALES = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 RESAVED = re.compile(r"(attn|ffn)_hc\.|forget_gate\.|experts\.(gate_up|down)_proj|self_attn\.conv1d")
@@ -134,7 +134,7 @@ def _canonical(headers: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTen
     skipped = []
     for name, tensor in headers.items():
         canonical = canonical_name(name)
-        if SKIPPED.match(name):
+        if VISION.match(name):
             skipped.append(tensor)
         elif canonical in found:
             raise WeightError(f"{name} and {found[canonical].name} are the same parameter; remove one")

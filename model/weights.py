@@ -172,7 +172,7 @@ class WeightTree:
 
 
 def resident_bytes(parameter: StoredParameter, linear_dtype: torch.dtype, ranks: int = 1) -> int:
-    """Memory of one rank's share of a parameter. Raises WeightError if `ranks` does not divide its cut axis."""
+    """Memory of one rank's share. Raises WeightError if `ranks` does not divide the axis that is cut."""
     spec = parameter.spec
     shape = list(spec.shape)
     if spec.split is not None:

@@ -73,7 +73,7 @@ def quantised_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     store = WeightStore(checkpoint.parameters, reader, torch.float32, torch.device("cpu"))
     tree = WeightTree(store)
     for parameter in checkpoint.parameters.values():
-        name, stem = parameter.parts[0].name, parameter.spec.stem
+        name, stem = parameter.parts[0].name.removesuffix("_packed"), parameter.spec.stem
         if parameter.spec.role in QUANTISED_ROLES:
             if parameter.format == "nvfp4":
                 raise WeightError(

@@ -263,10 +263,15 @@ def _transformers_model(directory: Path, device: str) -> Any:
     return model.eval().to(device)
 
 
-@torch.inference_mode()
 def transformers_logits(directory: Path, token_ids: Sequence[int], device: str = "cpu") -> Tensor:
     """Logits [num_tokens, vocab] float32 of the whole prompt at once; the MTP layer is ignored there."""
-    ids = torch.tensor([list(token_ids)], device=device)
+    return _transformers_logits(directory, tuple(token_ids), device)
+
+
+@lru_cache(maxsize=32)
+@torch.inference_mode()
+def _transformers_logits(directory: Path, token_ids: tuple[int, ...], device: str) -> Tensor:
+    ids = torch.tensor([token_ids], device=device)
     logits: Tensor = _transformers_model(directory, device)(input_ids=ids, use_cache=False).logits
     return logits[0].float().cpu()
 

@@ -56,5 +56,5 @@ def test_greedy_tokens(checkpoint: Checkpoint, variant: int) -> None:
     expected = transformers_greedy(directory, token_ids, NEW_TOKENS)
     params = SamplingParams(max_tokens=NEW_TOKENS, ignore_eos=True)
     for chunk in CHUNKS.values():
-        llm = LLM(directory, dtype="float32", max_batched_tokens=chunk, block_size=16)
+        llm = LLM(directory, dtype="float32", max_batched_tokens=chunk, block_size=16, kv_tokens=256)
         assert llm.generate([token_ids], params)[0].token_ids == expected

@@ -1,7 +1,22 @@
-"""mini-glm53's engine: `LLM` runs a GLM-5.3 checkpoint, `SamplingParams` says how tokens are chosen."""
+"""mini-glm53's engine: `LLM` runs a GLM-5.3 checkpoint, `SamplingParams` says how tokens are chosen.
 
-from engine.llm import LLM
-from engine.output import Delta, Result
-from engine.sampling import SamplingParams
+Names are imported on first use, so that commands which need no model start without torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from engine.llm import LLM
+    from engine.output import Delta, Result
+    from engine.sampling import SamplingParams
 
 __all__ = ["LLM", "Delta", "Result", "SamplingParams"]
+
+_HOMES = {"LLM": "llm", "Delta": "output", "Result": "output", "SamplingParams": "sampling"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'engine' has no attribute {name!r}")
+    return getattr(importlib.import_module(f"engine.{_HOMES[name]}"), name)

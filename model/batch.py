@@ -56,11 +56,11 @@ class Batch:
         singles = [s for s in self.segments if s.num_tokens == 1 and not s.exports]
         if not singles:
             return None
-        device = self.token_ids.device
+        fresh, device = [s.start == 0 for s in singles], self.token_ids.device
         return SingleRows(
-            rows=torch.tensor([s.row for s in singles], device=device),
-            slots=torch.tensor([s.slot for s in singles], device=device),
-            fresh=torch.tensor([s.start == 0 for s in singles], device=device),
+            rows=row_index([s.row for s in singles], device),
+            slots=row_index([s.slot for s in singles], device),
+            fresh=torch.tensor(fresh, device=device) if any(fresh) else None,
         )
 
     @cached_property
@@ -71,15 +71,26 @@ class Batch:
 
 @dataclass(frozen=True)
 class SingleRows:
-    """One-token segments as tensors: rows and slots [n] int64, fresh [n] bool (starts from zero state)."""
+    """n one-token segments: their rows and slots, and which of them ([n] bool; None = no one) start from zero."""
 
-    rows: Tensor
-    slots: Tensor
-    fresh: Tensor
+    rows: Tensor | slice
+    slots: Tensor | slice
+    fresh: Tensor | None
 
     def carried(self, state: Tensor) -> Tensor:
-        """Copies of the rows' slots of `state` [num_slots, ...]; zeros for a fresh row, whatever its slot holds."""
-        return state[self.slots].masked_fill_(self.fresh.view(-1, *[1] * (state.dim() - 1)), 0)
+        """The rows' slots of `state` [num_slots, ...] as [n, ...]; zeros for a fresh row, whatever its slot holds."""
+        carried = state[self.slots]
+        if self.fresh is None:
+            return carried
+        return carried.masked_fill(self.fresh.view(-1, *[1] * (state.dim() - 1)), 0)
+
+
+def row_index(numbers: list[int], device: torch.device) -> Tensor | slice:
+    """An index that picks `numbers`: a slice, which copies nothing, if they are consecutive."""
+    first = numbers[0]
+    if numbers == list(range(first, first + len(numbers))):
+        return slice(first, first + len(numbers))
+    return torch.tensor(numbers, device=device)
 
 
 def physical_index(block_table: Tensor, logical: Tensor, per_block: int) -> Tensor:

@@ -44,9 +44,9 @@ class Weight(ABC):
         """Where the parts live."""
         return self.parts()[0].device
 
-    def select(self, experts: Tensor | int) -> Self:
-        """Experts of a stack: int64 [k] gives a stack of k, an int one matrix (a view)."""
-        return type(self)(*(part[experts] for part in self.parts()))
+    def select(self, index: Tensor | slice | int) -> Self:
+        """Matrices of a stack: int64 [k] gives a stack of k, a slice or an int a view."""
+        return type(self)(*(part[index] for part in self.parts()))
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@
     hidden = norm(mean of the streams)          also what the MTP layer is fed
     logits = hidden @ lm_head.T
 
-There is no other residual path. Streams are stored in the activation dtype between sites.
+There is no other residual path. Streams have the activation dtype between sites: one rounding per write.
 """
 
 from dataclasses import dataclass
@@ -62,7 +62,8 @@ class DecoderLayer:
 
 
 class Glm5Next:
-    """The trunk with its embedding and head. `dtype` is the activation dtype (bfloat16 or float32)."""
+    """The trunk with its embedding and head. `dtype` (bfloat16 or float32) is that of weights and caches;
+    activations have the dtype that products run in (model/linear.py)."""
 
     def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype, device: torch.device) -> None:
         self.config, self.dtype, self.device = config, dtype, device
@@ -80,12 +81,11 @@ class Glm5Next:
 
     @torch.inference_mode()
     def forward(self, batch: Batch, cache: TrunkCache) -> Tensor:
-        """Advance the caches by the batch; hidden states after the final norm, [num_tokens, hidden] in `dtype`."""
-        x = self.embed(batch.token_ids).to(self.dtype)
-        streams = x.unsqueeze(1).repeat(1, self.config.hc_mult, 1)
+        """Advance the caches by the batch; hidden states after the final norm, [num_tokens, hidden]."""
+        streams = self.embed(batch.token_ids).unsqueeze(1).repeat(1, self.config.hc_mult, 1)
         for layer in self.layers:
             streams = layer.forward(streams, batch, cache)
-        return rms_norm(streams.float().mean(1), self.norm, self.eps).to(self.dtype)
+        return rms_norm(streams.float().mean(1), self.norm, self.eps).to(streams.dtype)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:

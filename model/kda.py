@@ -109,10 +109,11 @@ class Kda:
         return functional.silu(out, inplace=True)
 
     def _inputs(self, qkv: Tensor, f_a: Tensor, b: Tensor) -> KdaInputs:
-        q, k, v = qkv.view(len(qkv), 3, self.heads, self.head_dim).unbind(1)
+        qkv = qkv.view(len(qkv), 3, self.heads, self.head_dim)
+        q, k = l2_norm(qkv[:, :2]).unbind(1)
         rate = self.f_b_proj(f_a).float().view(-1, self.heads, self.head_dim) + self.dt_bias
         g = self.gate_lower_bound * torch.sigmoid(self.decay_rate * rate)
-        return KdaInputs(l2_norm(q) * self.head_dim**-0.5, l2_norm(k), v, g, b.float().sigmoid())
+        return KdaInputs(q * self.head_dim**-0.5, k, qkv[:, 2], g, b.float().sigmoid())
 
     def _run_segment(self, inputs: KdaInputs, segment: Segment, state: KdaState) -> Tensor:
         start = state.matrix[segment.slot] if segment.start else torch.zeros_like(state.matrix[0])

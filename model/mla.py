@@ -18,7 +18,9 @@ from model.linear import Linear
 from model.norms import rms_norm
 from model.weights import WeightTree
 
-GATHER_BLOCK_BYTES = 8 << 20  # of gathered latents at a time
+BLOCK_BYTES = 4 << 20  # of gathered latents, or of scores, at a time
+# Several queries over a context of up to this many selections are cheaper as products with every row.
+MASKED_WIDTHS = 12
 
 
 @dataclass(frozen=True)
@@ -77,23 +79,30 @@ class Mla:
 
     def _attend(self, q: Tensor, segment: Segment, selection: Selection, cache: Tensor) -> Tensor:
         """q [num_tokens, heads, kv_lora_rank], already scaled -> weighted latents of the same shape."""
-        out, first = torch.zeros_like(q), segment.start - self.first_slot
-        dense = selection.num_dense
+        out, dense = torch.zeros_like(q), selection.num_dense
+        first = segment.start - self.first_slot
         if dense and first + dense > 0:
-            visible = read_prefix(cache, segment.block_table, first + dense + self.first_slot)[self.first_slot :]
-            out[:dense] = dense_attention(q[:dense], visible.to(self.dtype), first)
+            out[:dense] = dense_attention(q[:dense], self._prefix(segment, first + dense, cache), first)
         if dense == segment.num_tokens:
             return out
-        width = selection.rows.shape[1]
-        block = max(1, GATHER_BLOCK_BYTES // (width * cache.shape[2] * cache.element_size()))
-        for begin in range(0, len(q) - dense, block):
+        queries, width = len(selection.rows), selection.rows.shape[1]
+        end = first + segment.num_tokens
+        if queries > 1 and end <= MASKED_WIDTHS * width:
+            out[dense:] = masked_attention(q[dense:], self._prefix(segment, end, cache), selection.rows)
+            return out
+        block = max(1, BLOCK_BYTES // (width * cache.shape[2] * cache.element_size()))
+        for begin in range(0, queries, block):
             rows = selection.rows[begin : begin + block]
             slots = rows.clamp(min=0).flatten() + self.first_slot
             address = physical_index(segment.block_table, slots, cache.shape[1])
             gathered = cache.view(-1, cache.shape[2])[address].view(*rows.shape, -1).to(self.dtype)
             part = slice(dense + begin, dense + begin + len(rows))
-            out[part] = sparse_attention(q[part], gathered, rows >= 0)
+            out[part] = gathered_attention(q[part], gathered, rows >= 0)
         return out
+
+    def _prefix(self, segment: Segment, num_rows: int, cache: Tensor) -> Tensor:
+        """Latents of the layer's first `num_rows` rows, [num_rows, kv_lora_rank]."""
+        return read_prefix(cache, segment.block_table, num_rows + self.first_slot)[self.first_slot :].to(self.dtype)
 
 
 def dense_attention(q: Tensor, latents: Tensor, first: int) -> Tensor:
@@ -113,7 +122,23 @@ def dense_attention(q: Tensor, latents: Tensor, first: int) -> Tensor:
     return (weights.to(q.dtype).view(queries * heads, -1) @ latents).view_as(q)
 
 
-def sparse_attention(q: Tensor, latents: Tensor, used: Tensor) -> Tensor:
+def gathered_attention(q: Tensor, latents: Tensor, used: Tensor) -> Tensor:
     """q [queries, heads, kv_lora_rank] over its own latents [queries, width, kv_lora_rank]; used [queries, width]."""
     scores = torch.bmm(q, latents.transpose(1, 2)).float().masked_fill_(~used.unsqueeze(1), -torch.inf)
     return torch.bmm(scores.softmax(-1).to(q.dtype), latents)
+
+
+def masked_attention(q: Tensor, latents: Tensor, rows: Tensor) -> Tensor:
+    """The same attention as products with all latents [num_rows, kv_lora_rank]; rows [queries, width], -1 = unused."""
+    queries, heads, width = q.shape
+    out, block = torch.empty_like(q), max(1, BLOCK_BYTES // (4 * heads * len(latents)))
+    for begin in range(0, queries, block):
+        part, selected = q[begin : begin + block], rows[begin : begin + block]
+        # Column num_rows takes the unused entries and is cut off.
+        hidden = torch.ones(len(part), len(latents) + 1, dtype=torch.bool, device=q.device)
+        hidden.scatter_(1, selected.masked_fill(selected < 0, len(latents)), False)
+        scores = (part.reshape(-1, width) @ latents.T).float().view(len(part), heads, -1)
+        scores.masked_fill_(hidden[:, None, :-1], -torch.inf)
+        weights = scores.softmax(-1).to(q.dtype).view(-1, len(latents))
+        out[begin : begin + block] = (weights @ latents).view_as(part)
+    return out

@@ -30,11 +30,17 @@ class Mlp:
     """Dense MLP, and the shared expert: x [num_tokens, hidden] -> [num_tokens, hidden]."""
 
     def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype) -> None:
-        self.gate_proj, self.up_proj = Linear(tree.linear("gate_proj"), dtype), Linear(tree.linear("up_proj"), dtype)
-        self.down_proj, self.limit = Linear(tree.linear("down_proj"), dtype), config.swiglu_limit
+        self.gate_up = tree.stack(["gate_proj", "up_proj"])  # [2, intermediate, hidden]
+        self.down, self.limit, self.dtype = tree.linear("down_proj"), config.swiglu_limit, dtype
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(clamped_swiglu(self.gate_proj(x), self.up_proj(x), self.limit))
+        return swiglu_mlp(x.to(self.dtype), self.gate_up, self.down, self.limit)
+
+
+def swiglu_mlp(x: Tensor, gate_up: Weight, down: Weight, limit: float) -> Tensor:
+    """x [rows, hidden], gate_up [2, intermediate, hidden], down [hidden, intermediate] -> [rows, hidden]."""
+    gate, up = functional.linear(x, gate_up.expand(x.dtype).flatten(0, 1)).chunk(2, dim=-1)
+    return functional.linear(clamped_swiglu(gate, up, limit), down.expand(x.dtype))
 
 
 class Router:
@@ -63,19 +69,23 @@ class Moe:
     def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype) -> None:
         self.router = Router(tree, config, dtype)
         self.shared = Mlp(tree.at("shared_experts"), config, dtype)
-        self.gate, self.up, self.down = (tree.experts(f"{name}_proj") for name in ("gate", "up", "down"))
+        # [2 * experts, intermediate, hidden], gate and up of an expert side by side, each with its own scales
+        self.gate_up, self.down = tree.experts("gate_proj", "up_proj"), tree.experts("down_proj")
         self.limit, self.dtype = config.swiglu_limit, dtype
 
     def forward(self, x: Tensor) -> Tensor:
         experts, weights = self.router.route(x)
         x = x.to(self.dtype)
-        routed = self._one_token(x, experts, weights) if len(x) == 1 else self._by_expert(x, experts, weights)
+        routed = self._one_token(x, experts[0], weights) if len(x) == 1 else self._by_expert(x, experts, weights)
         return routed + self.shared.forward(x)
 
     def _one_token(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """One row: its `top_k` experts as one batched product."""
-        chosen = [stack.select(experts[0]) for stack in (self.gate, self.up, self.down)]
-        outputs = self._run(x.expand(experts.shape[1], 1, -1), *chosen)
+        """One row: its `top_k` experts [top_k] as one batched product."""
+        halves = torch.stack([2 * experts, 2 * experts + 1], dim=1).flatten()
+        gate_up = self.gate_up.select(halves).expand(self.dtype).flatten(0, 1)
+        gate, up = functional.linear(x, gate_up).view(len(experts), 2, 1, -1).unbind(1)
+        down = self.down.select(experts).expand(self.dtype)
+        outputs = torch.bmm(clamped_swiglu(gate, up, self.limit), down.transpose(1, 2))
         return weights @ outputs.squeeze(1).float()
 
     def _by_expert(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
@@ -89,14 +99,8 @@ class Moe:
         for expert, count in zip(hit.tolist(), counts.tolist(), strict=True):
             rows = tokens[begin : begin + count]
             padded = functional.pad(x[rows], (0, 0, 0, -count % ROW_PADDING))
-            result = self._run(padded, *(stack.select(expert) for stack in (self.gate, self.up, self.down)))
-            out.index_add_(0, rows, result[:count].float() * pair_weights[begin : begin + count])
+            gate_up, down = self.gate_up.select(slice(2 * expert, 2 * expert + 2)), self.down.select(expert)
+            result = swiglu_mlp(padded, gate_up, down, self.limit)[:count]
+            out.index_add_(0, rows, result.float() * pair_weights[begin : begin + count])
             begin += count
         return out
-
-    def _run(self, x: Tensor, gate: Weight, up: Weight, down: Weight) -> Tensor:
-        hidden = clamped_swiglu(self._times(x, gate), self._times(x, up), self.limit)
-        return self._times(hidden, down)
-
-    def _times(self, x: Tensor, weight: Weight) -> Tensor:
-        return x @ weight.expand(self.dtype).transpose(-1, -2)

@@ -51,7 +51,7 @@ class Mtp:
     ) -> tuple[Tensor, list[Selection]]:
         """Run the rows of `batch` (token p in slot p) with `previous` [num_tokens, hidden], h_{p-1} of each.
 
-        Returns y [num_tokens, hidden] in the activation dtype, and the selections, to share with later
+        Returns y [num_tokens, hidden] in the dtype of `previous`, and the selections, to share with later
         iterations. The row of token 0 is not defined: its `previous` is ignored by every other row.
         """
         tokens = rms_norm(self.trunk.embed(batch.token_ids), self.enorm, self.eps)
@@ -59,7 +59,7 @@ class Mtp:
         mixed, selections = self.mla.forward(rms_norm(x, self.input_norm, self.eps), batch, cache, selections)
         x = x + mixed.float()
         x = x + self.moe.forward(rms_norm(x, self.post_attention_norm, self.eps)).float()
-        return rms_norm(x, self.norm, self.eps).to(self.trunk.dtype), selections
+        return rms_norm(x, self.norm, self.eps).to(previous.dtype), selections
 
     def logits(self, y: Tensor) -> Tensor:
         """y [rows, hidden] -> [rows, vocab_size] float32, through the trunk's head."""

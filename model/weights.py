@@ -132,29 +132,29 @@ class WeightTree:
             self._store.fill(parameter, [destination])
         return PlainWeight(tensor)
 
-    def experts(self, projection: str) -> Weight:
-        """All routed experts' `projection` as one stack [experts, out, in], each with its own scales."""
-        parameters: list[StoredParameter] = []
-        while (parameter := self._find(f"experts.{len(parameters)}.{projection}")) is not None:
-            parameters.append(parameter)
+    def stack(self, names: Sequence[str]) -> Weight:
+        """Several matrices of one shape and format as [len(names), out, in]; each keeps its own scales."""
+        parameters = [self._get(name) for name in names]
         first = parameters[0]
         for other in parameters:
             if other.format != first.format:
                 raise WeightError(
                     f"{first.spec.name} is stored as {first.format}, {other.spec.name} as {other.format};"
-                    " the experts of one projection must share a format"
+                    " matrices that are used together must share a format"
                 )
-        shapes = [(len(parameters), *shape) for shape in _part_shapes(first)]
-        stacks = self._store.allocate(first.format, shapes)
-        for expert, parameter in enumerate(parameters):
-            self._store.fill(parameter, [stack[expert] for stack in stacks])
+        stacks = self._store.allocate(
+            first.format, [(len(parameters), *shape) for shape in _part_shapes(first)]
+        )
+        for index, parameter in enumerate(parameters):
+            self._store.fill(parameter, [stack[index] for stack in stacks])
         return WEIGHT_CLASSES[first.format](*stacks)
 
-    @property
-    def resident_bytes(self) -> int:
-        """Memory that all parameters will take once taken."""
-        store = self._store
-        return sum(resident_bytes(p, store.linear_dtype) for p in store.parameters.values())
+    def experts(self, *projections: str) -> Weight:
+        """Routed experts' projections, expert by expert: [experts * len(projections), out, in]."""
+        names: list[str] = []
+        while self.has(f"experts.{len(names) // len(projections)}.{projections[0]}"):
+            names += [f"experts.{len(names) // len(projections)}.{name}" for name in projections]
+        return self.stack(names)
 
     def finish(self) -> None:
         """Raise WeightError unless every parameter was taken exactly once."""

@@ -42,6 +42,9 @@ class Engine(Protocol):
 
 
 Measure = Callable[[Engine, int], float]
+EXAMPLES = """examples:
+  python cli.py bench
+  python cli.py bench --no-peer --prefill 512 --repeat 3 --json"""
 
 
 class OurEngine:
@@ -146,8 +149,8 @@ def positive(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0 when every round ran."""
     torch.set_num_threads(args.threads)
-    work = Workload(args.prefill, args.after, args.decode, load_config(args.model).vocab_size)
     load_s, ours = _load_ours(args.model, args.repeat)
+    work = Workload(args.prefill, args.after, args.decode, ours.llm.config.vocab_size)
     peers: dict[str, Engine] = {} if args.no_peer else _load_peers(args.model)
     report = {
         "model": str(args.model),
@@ -161,7 +164,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _load_ours(directory: Path, repeat: int) -> tuple[float, Engine]:
+def _load_ours(directory: Path, repeat: int) -> tuple[float, OurEngine]:
     """Median seconds of loading, and the last engine loaded."""
     seconds = []
     for _ in range(repeat):

@@ -21,9 +21,11 @@ from engine.output import Delta, Output, Result
 from engine.runner import Runner
 from engine.sampling import SamplingParams, default_sampling
 from engine.text import Tokenizer, stop_token_ids
-from model.config import Glm5NextConfig, load_config, read_json
+from model.config import load_config, read_json
 from model.glm5_next import Glm5Next
 from model.linear import matmul_dtype
+from model.mtp import Mtp
+from model.random_weights import random_weights
 from model.weights import WeightTree, load_weights
 from scheduler.block_manager import BlockManager
 from scheduler.request import FinishReason, Request
@@ -42,11 +44,15 @@ class LLM:
     input that can't be served.
     """
 
-    def __init__(self, model: str | Path = EMBEDDED_MODEL, *, progress: Progress | None = None, **options: Any) -> None:
+    def __init__(
+        self, model: str | Path = EMBEDDED_MODEL, *, progress: Progress | None = None, **options: Any
+    ) -> None:
         self.options, directory = EngineOptions(**options), Path(model)
         if not directory.is_dir():
             found = "a file" if directory.exists() else "missing"
-            raise ValueError(f"{model} is {found}; expected a directory with config.json and safetensors shards")
+            raise ValueError(
+                f"{model} is {found}; expected a directory with config.json and safetensors shards"
+            )
         self.seed = secrets.randbits(32) if self.options.seed is None else self.options.seed
         self.device, self.dtype = torch.device(self.options.device), DTYPES[self.options.dtype]
         self.config = load_config(directory)
@@ -60,22 +66,49 @@ class LLM:
         self._next_id = 0
 
     def _load(self, directory: Path, progress: Progress | None) -> None:
-        tree = self._weights(directory, progress)
+        tree = self._weight_tree(directory, progress)
+        _require_memory("the weights need", tree.resident_bytes, self.device, "use a smaller model or another device")
         self.model = Glm5Next(tree, self.config, self.dtype, self.device)
+        # Random weights stand for a machine's memory: the MTP layer is part of them.
+        self.mtp = Mtp(tree, self.config, self.model) if self._random_mtp else None
         tree.finish()
         block_size, slots = self.options.block_size, self.options.max_running_requests
         kv_tokens = self.options.kv_tokens or default_kv_tokens(self.config, self.dtype, self.device)
         shape = CacheShape(max(kv_tokens // block_size, 1), block_size, slots, self.config.index_kpool)
-        needed, free = cache_bytes(self.config, self.dtype, shape), free_bytes(self.device)
-        if needed > free:
-            raise ValueError(
-                f"the cache needs {needed:,} bytes ({shape.num_blocks} blocks, {slots} slots), {free:,} are free;"
-                " lower kv_tokens or max_running_requests"
-            )
+        needed = cache_bytes(self.config, self.dtype, shape)
+        what = f"the cache ({shape.num_blocks} blocks, {slots} slots) needs"
+        _require_memory(what, needed, self.device, "lower kv_tokens or max_running_requests")
         self.runner = Runner(self.model, allocate_trunk(self.config, shape, self.dtype, self.device))
         blocks = BlockManager(shape.num_blocks, block_size, slots)
         context = self.config.max_position_embeddings
         self.scheduler = Scheduler(blocks, self.options.max_batched_tokens, context)
+
+    def _weight_tree(self, directory: Path, progress: Progress | None) -> WeightTree:
+        resident = matmul_dtype(self.dtype, self.device)
+        if not self.options.random_weights:
+            return load_weights(
+                directory,
+                self.config,
+                linear_dtype=resident,
+                device=self.device,
+                with_mtp=False,
+                progress=progress,
+            )
+        num_layers = self.options.num_layers or self.config.num_hidden_layers
+        self.config = self.config.first_layers(num_layers)
+        return random_weights(
+            directory,
+            self.config,
+            linear_dtype=resident,
+            device=self.device,
+            seed=self.seed,
+            num_layers=num_layers,
+            with_mtp=self._random_mtp,
+        )
+
+    @property
+    def _random_mtp(self) -> bool:
+        return self.options.random_weights and self.config.num_nextn_predict_layers > 0
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling as the checkpoint's generation_config.json says (else greedy), with `changes` applied."""
@@ -193,8 +226,8 @@ class LLM:
         self.forget(ids)
         return results
 
-    def _weights(self, directory: Path, progress: Progress | None) -> WeightTree:
-        resident = matmul_dtype(self.dtype, self.device)
-        return load_weights(
-            directory, self.config, linear_dtype=resident, device=self.device, with_mtp=False, progress=progress
-        )
+
+def _require_memory(what: str, needed: int, device: torch.device, remedy: str) -> None:
+    free = free_bytes(device)
+    if needed > free:
+        raise ValueError(f"{what} {needed:,} bytes, {free:,} are free on {device}; {remedy}")

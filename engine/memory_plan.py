@@ -57,4 +57,6 @@ def free_bytes(device: torch.device) -> int:
 
 def default_kv_tokens(config: Glm5NextConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Tokens of cache when the user asks for none: a share of the free memory, at most about a million."""
-    return min(int(free_bytes(device) * KV_MEMORY_FRACTION) // bytes_per_token(config, dtype), MAX_DEFAULT_KV_TOKENS)
+    budget = int(free_bytes(device) * KV_MEMORY_FRACTION)
+    # A model cut to its first KDA layers has no attention cache at all.
+    return min(budget // max(bytes_per_token(config, dtype), 1), MAX_DEFAULT_KV_TOKENS)

@@ -7,7 +7,7 @@ types and the KDA sizes differently; `_linear_attention` and `LAYER_TYPES` are t
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -92,6 +92,14 @@ class Glm5NextConfig:
         """Indices of the MLA layers of the trunk; the MTP layer is not among them."""
         return tuple(i for i, kind in enumerate(self.layer_types) if kind == "mla")
 
+    def first_layers(self, num_layers: int) -> "Glm5NextConfig":
+        """The same model cut to its first trunk layers; the MTP layer keeps its index, `num_hidden_layers`."""
+        if num_layers > len(self.layer_types):
+            raise ConfigError(f"{num_layers} layers asked for, the model has {len(self.layer_types)}")
+        return replace(
+            self, layer_types=self.layer_types[:num_layers], mlp_layer_types=self.mlp_layer_types[:num_layers]
+        )
+
     @property
     def linear_width(self) -> int:
         """Width of each of q, k, v in a KDA layer: heads x head_dim."""
@@ -134,7 +142,10 @@ def parse_config(raw: Mapping[str, Any]) -> Glm5NextConfig:
     layer_types = _layer_types(text, num_layers)
     config = Glm5NextConfig(
         **{name: _positive_int(text, name) for name in _INT_FIELDS},
-        **{name: _number(text, name) for name in _FLOAT_FIELDS},
+        routed_scaling_factor=_number(text, "routed_scaling_factor"),
+        swiglu_limit=_number(text, "swiglu_limit"),
+        rms_norm_eps=_number(text, "rms_norm_eps"),
+        hc_eps=_number(text, "hc_eps"),
         **_linear_attention(text, layer_types),
         num_hidden_layers=num_layers,
         num_nextn_predict_layers=int(text.get("num_nextn_predict_layers", 0)),
@@ -159,7 +170,6 @@ _INT_FIELDS = (
     " kv_lora_rank qk_nope_head_dim v_head_dim n_routed_experts n_shared_experts num_experts_per_tok hc_mult"
     " hc_sinkhorn_iters index_n_heads index_head_dim index_topk index_kpool max_position_embeddings"
 ).split()
-_FLOAT_FIELDS = "routed_scaling_factor swiglu_limit rms_norm_eps hc_eps".split()
 
 
 def _positive_int(text: Mapping[str, Any], field: str) -> int:
@@ -205,7 +215,9 @@ def _linear_attention(text: Mapping[str, Any], layer_types: tuple[LayerType, ...
     for name, kind in (("kda_layers", "kda"), ("full_attn_layers", "mla")):
         listed, derived = nested.get(name), [i for i, t in enumerate(layer_types) if t == kind]
         if listed is not None and sorted(listed) != derived:
-            raise ConfigError(f"config.json: linear_attn_config.{name} is {listed}, layer_types says {derived}")
+            raise ConfigError(
+                f"config.json: linear_attn_config.{name} is {listed}, layer_types says {derived}"
+            )
     return {
         "linear_num_heads": _positive_int(nested, "num_heads"),
         "linear_head_dim": _positive_int(nested, "head_dim"),
@@ -220,11 +232,18 @@ def _check_relations(text: Mapping[str, Any], config: Glm5NextConfig) -> None:
             raise ConfigError(f"config.json: {message}")
 
     kv_heads = text.get("num_key_value_heads", config.num_attention_heads)
-    require(kv_heads == config.num_attention_heads, f"num_key_value_heads is {kv_heads}; expected num_attention_heads")
+    require(
+        kv_heads == config.num_attention_heads,
+        f"num_key_value_heads is {kv_heads}; expected num_attention_heads",
+    )
     require(config.index_topk % config.index_kpool == 0, "index_topk must be a multiple of index_kpool")
-    require(config.num_experts_per_tok <= config.n_routed_experts, "num_experts_per_tok exceeds n_routed_experts")
+    require(
+        config.num_experts_per_tok <= config.n_routed_experts, "num_experts_per_tok exceeds n_routed_experts"
+    )
     require(config.num_nextn_predict_layers in (0, 1), "num_nextn_predict_layers must be 0 or 1")
     indexer_types = set(text.get("indexer_types") or ["full"])
-    require(indexer_types == {"full"}, f"indexer_types holds {sorted(indexer_types)}; only 'full' is implemented")
+    require(
+        indexer_types == {"full"}, f"indexer_types holds {sorted(indexer_types)}; only 'full' is implemented"
+    )
     # Recurrences inside a chunk are rebased every 16 tokens; 16 x 5 keeps every exponent inside float32.
     require(-5.0 <= config.linear_gate_lower_bound < 0, "gate_lower_bound must lie in [-5, 0)")

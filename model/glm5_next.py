@@ -39,7 +39,10 @@ class DecoderLayer:
 
     def __init__(self, tree: WeightTree, config: Glm5NextConfig, index: int, dtype: torch.dtype) -> None:
         self.index, self.eps = index, config.rms_norm_eps
-        self.attn_site, self.ffn_site = HyperConnection(tree, "hc_attn", config), HyperConnection(tree, "hc_ffn", config)
+        self.attn_site, self.ffn_site = (
+            HyperConnection(tree, "hc_attn", config),
+            HyperConnection(tree, "hc_ffn", config),
+        )
         self.input_norm = tree.tensor("input_layernorm.weight")
         self.post_attention_norm = tree.tensor("post_attention_layernorm.weight")
         mixer = Kda if config.layer_types[index] == "kda" else Mla
@@ -65,13 +68,14 @@ class Glm5Next:
     """The trunk with its embedding and head. `dtype` (bfloat16 or float32) is that of weights and caches;
     activations have the dtype that products run in (model/linear.py)."""
 
-    def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(
+        self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype, device: torch.device
+    ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         product = matmul_dtype(dtype, device)
         self.embedding = tree.linear("embed_tokens").expand(product)
-        self.layers = [
-            DecoderLayer(tree.at(f"layers.{i}"), config, i, product) for i in range(config.num_hidden_layers)
-        ]
+        num_layers = len(config.layer_types)
+        self.layers = [DecoderLayer(tree.at(f"layers.{i}"), config, i, product) for i in range(num_layers)]
         self.norm, self.eps = tree.tensor("norm.weight"), config.rms_norm_eps
         self.lm_head = Linear(tree.linear("lm_head"), product)
 

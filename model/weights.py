@@ -102,6 +102,11 @@ class WeightTree:
         """The branch below `prefix`, e.g. "layers.3.mlp"; shares the bookkeeping."""
         return WeightTree(self._store, f"{self._prefix}{prefix}.")
 
+    @property
+    def resident_bytes(self) -> int:
+        """Bytes that all parameters of the store take once they are in memory."""
+        return sum(resident_bytes(p, self._store.linear_dtype) for p in self._store.parameters.values())
+
     def has(self, name: str) -> bool:
         """Whether the parameter `name` (full, or a Linear's without `.weight`) exists."""
         return self._find(name) is not None
@@ -155,6 +160,12 @@ class WeightTree:
         while self.has(f"experts.{len(names) // len(projections)}.{projections[0]}"):
             names += [f"experts.{len(names) // len(projections)}.{name}" for name in projections]
         return self.stack(names)
+
+    @property
+    def resident_bytes(self) -> int:
+        """Memory that all parameters take once taken, known before any is read."""
+        store = self._store
+        return sum(resident_bytes(p, store.linear_dtype) for p in store.parameters.values())
 
     def finish(self) -> None:
         """Raise WeightError unless every parameter was taken exactly once."""

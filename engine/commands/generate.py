@@ -26,11 +26,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `generate`."""
     parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="prompt text; several run together")
     group = parser.add_argument_group("prompts")
-    group.add_argument("--prompt-file", action="append", default=[], metavar="FILE", help="a prompt, UTF-8 (repeatable)")
-    group.add_argument("--prompt-ids", action="append", default=[], metavar="IDS", help='token ids, "1,2,3" (repeatable)')
-    group.add_argument("--chat", action="store_true", help="each prompt is a user's turn in the model's chat template")
+    group.add_argument(
+        "--prompt-file", action="append", default=[], metavar="FILE", help="a prompt, UTF-8 (repeatable)"
+    )
+    group.add_argument(
+        "--prompt-ids", action="append", default=[], metavar="IDS", help='token ids, "1,2,3" (repeatable)'
+    )
+    group.add_argument(
+        "--chat", action="store_true", help="each prompt is a user's turn in the model's chat template"
+    )
     group.add_argument("--system", metavar="TEXT", help="system message, with --chat")
-    group.add_argument("--reasoning-effort", choices=("low", "high", "max"), help="with --chat, where the template has it")
+    group.add_argument(
+        "--reasoning-effort", choices=("low", "high", "max"), help="with --chat, where the template has it"
+    )
     group = parser.add_argument_group("sampling (defaults: the model's generation_config.json, else greedy)")
     group.add_argument("--max-tokens", type=int, metavar="N", help="new tokens (default: 256)")
     group.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
@@ -43,7 +51,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_engine_arguments(parser)
     group = parser.add_argument_group("random weights")
     group.add_argument("--random-weights", action="store_true", help="seeded values in the declared formats")
-    group.add_argument("--num-layers", type=int, metavar="N", help="only the first N layers, with --random-weights")
+    group.add_argument(
+        "--num-layers", type=int, metavar="N", help="only the first N layers, with --random-weights"
+    )
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of text")
 
 
@@ -56,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     params = llm.default_params(**changes, stop=tuple(args.stop or ()), ignore_eos=args.ignore_eos)
     prompts: list[Prompt] = [render_chat(llm, text, args) if args.chat else text for text in texts]
-    printer = None if args.json else Printer()
+    printer = None if args.json else Printer(as_text=llm.tokenizer is not None)
     results, interrupted = run_prompts(llm, [*prompts, *ids], params, args.chat, printer)
     if args.json:
         print(json.dumps({"model": args.model, "seed": llm.seed, "results": [as_json(r) for r in results]}))
@@ -88,7 +98,9 @@ def parse_ids(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ValueError(f'--prompt-ids {text!r} is no list of token ids; expected for instance "1,2,3"') from None
+        raise ValueError(
+            f'--prompt-ids {text!r} is no list of token ids; expected for instance "1,2,3"'
+        ) from None
 
 
 def check_chat_options(args: argparse.Namespace, texts: Sequence[str]) -> None:
@@ -119,10 +131,9 @@ def run_prompts(
     for prompt in prompts:
         thinking = chat and isinstance(prompt, str) and ends_in_thinking(prompt)
         request_ids.append(llm.add_request(prompt, params, split_reasoning=thinking))
-    deltas: list[Delta | None] = []
     try:
         while llm.has_work:
-            deltas = list(llm.step())
+            deltas = llm.step()
             if printer:
                 printer.show(deltas, request_ids)
     except KeyboardInterrupt:
@@ -136,7 +147,8 @@ def run_prompts(
 class Printer:
     """Streams answers to stdout and reasoning to stderr: the first unfinished prompt live, later ones after it."""
 
-    def __init__(self) -> None:
+    def __init__(self, as_text: bool) -> None:
+        self._as_text = as_text  # else token ids
         self._current = 0
         self._pending: dict[int, list[Delta]] = {}
 
@@ -148,16 +160,13 @@ class Printer:
             ended = False
             for delta in self._pending.pop(request_ids[self._current], []):
                 print(delta.reasoning, end="", file=sys.stderr, flush=True)
-                print(self._answer(delta), end="", flush=True)
+                ids = "".join(f"{token} " for token in delta.token_ids)
+                print(delta.text if self._as_text else ids, end="", flush=True)
                 ended = delta.finish_reason is not None
             if not ended:
                 return
             print(flush=True)
             self._current += 1
-
-    @staticmethod
-    def _answer(delta: Delta) -> str:
-        return delta.text
 
 
 def as_json(result: Result) -> dict[str, Any]:
@@ -180,7 +189,9 @@ def report(results: Sequence[Result], seed: int) -> None:
     for result in results:
         ttft = "-" if result.ttft_s is None else f"{result.ttft_s:.3f} s"
         speed = "-" if result.decode_tokens_per_s is None else f"{result.decode_tokens_per_s:.1f} tokens/s"
-        line = f"prompt {result.prompt_tokens} tokens, new {len(result.token_ids)}, first token {ttft}, {speed}"
+        line = (
+            f"prompt {result.prompt_tokens} tokens, new {len(result.token_ids)}, first token {ttft}, {speed}"
+        )
         cut = "; cut inside <think>, no answer" if result.reasoning and not result.text else ""
         print(f"{line}, {result.finish_reason}{cut}, seed {seed}", file=sys.stderr)
         if result.message:

@@ -161,12 +161,6 @@ class WeightTree:
             names += [f"experts.{len(names) // len(projections)}.{name}" for name in projections]
         return self.stack(names)
 
-    @property
-    def resident_bytes(self) -> int:
-        """Memory that all parameters take once taken, known before any is read."""
-        store = self._store
-        return sum(resident_bytes(p, store.linear_dtype) for p in store.parameters.values())
-
     def finish(self) -> None:
         """Raise WeightError unless every parameter was taken exactly once."""
         raise_if_any("model", self._store.problems(), "the model and the checkpoint do not cover each other")

@@ -91,7 +91,9 @@ class RandomReader:
 
     def read(self, tensor: StoredTensor) -> Tensor:
         """The tensor's values; the same for the same seed and name."""
-        generator = torch.Generator().manual_seed((self._seed << 32) + zlib.crc32(tensor.name.encode()))
+        # A CPU generator uses the low 32 bits of its seed.
+        seed = zlib.crc32(f"{self._seed} {tensor.name}".encode())
+        generator = torch.Generator().manual_seed(seed)
         owner, part = self._role[tensor.name]
         if owner.format == "nvfp4" and part == 0:
             return torch.randint(0, 256, tensor.shape, dtype=torch.uint8, generator=generator)

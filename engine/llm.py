@@ -9,6 +9,7 @@
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +68,9 @@ class LLM:
 
     def _load(self, directory: Path, progress: Progress | None) -> None:
         tree = self._weight_tree(directory, progress)
-        _require_memory("the weights need", tree.resident_bytes, self.device, "use a smaller model or another device")
+        _require_memory(
+            "the weights need", tree.resident_bytes, self.device, "use a smaller model or another device"
+        )
         self.model = Glm5Next(tree, self.config, self.dtype, self.device)
         # Random weights stand for a machine's memory: the MTP layer is part of them.
         self.mtp = Mtp(tree, self.config, self.model) if self._random_mtp else None
@@ -117,7 +120,7 @@ class LLM:
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, split_reasoning: bool = False
     ) -> int:
-        """Queue a prompt (text or token ids); its request id. `split_reasoning`: the output begins inside `<think>`."""
+        """Queue a prompt (text or token ids); its request id. `split_reasoning`: output begins in `<think>`."""
         params = params or self.default_params()
         ids = self.encode(prompt)
         if params.stop and self.tokenizer is None:
@@ -140,7 +143,7 @@ class LLM:
         return request_id
 
     def encode(self, prompt: Prompt) -> list[int]:
-        """Token ids of a prompt; nothing is added. ValueError on an empty prompt or an id outside the vocabulary."""
+        """Token ids of a prompt; nothing is added. ValueError on an id outside the vocabulary."""
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise ValueError("the model directory has no tokenizer.json; give token ids instead of text")
@@ -157,7 +160,9 @@ class LLM:
         return self.scheduler.has_work
 
     def step(self) -> list[Delta]:
-        """One forward; the news of every request that it moved."""
+        """One forward; the news of every request that it moved. Nothing happens when none is left."""
+        if not self.has_work:
+            return []
         plan = self.scheduler.schedule()
         result = self.runner.execute(plan)
         for request_id, log_probs in result.log_probs.items():
@@ -196,35 +201,43 @@ class LLM:
 
     def stream(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Delta]:
         """Deltas of all prompts as they come, ids counting from the first prompt's; leaving early cancels."""
-        ids = [self.add_request(prompt, params) for prompt in prompts]
-        try:
-            while any(self._requests[i].status != "finished" for i in ids):
+        with self._queued(self.add_request(prompt, params) for prompt in prompts) as ids:
+            while self._unfinished(ids):
                 yield from self.step()
+
+    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Result]:
+        """Results in prompt order."""
+        return self._run(self.add_request(prompt, params) for prompt in prompts)
+
+    def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
+        """Teacher-forced log-probability of every token but the first, per prompt."""
+        queued = (
+            self._enqueue(Request(self._next_id, self.encode(prompt), 0, score_prompt=True), SamplingParams())
+            for prompt in prompts
+        )
+        return [result.prompt_log_probs for result in self._run(queued)]
+
+    def _run(self, queued: Iterable[int]) -> list[Result]:
+        with self._queued(queued) as ids:
+            while self._unfinished(ids):
+                self.step()
+            return [self.result(i) for i in ids]
+
+    @contextmanager
+    def _queued(self, adding: Iterable[int]) -> Iterator[list[int]]:
+        """Ids of the requests that `adding` queues one by one; none stays behind, however it is left."""
+        ids: list[int] = []
+        try:
+            for request_id in adding:
+                ids.append(request_id)
+            yield ids
         finally:
             for request_id in ids:
                 self.cancel(request_id)
             self.forget(ids)
 
-    def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Result]:
-        """Results in prompt order."""
-        return self._run([self.add_request(prompt, params) for prompt in prompts])
-
-    def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
-        """Teacher-forced log-probability of every token but the first, per prompt."""
-        greedy = SamplingParams()
-        requests = [Request(0, self.encode(prompt), 0, score_prompt=True) for prompt in prompts]
-        ids = []
-        for request in requests:
-            request.request_id = self._next_id
-            ids.append(self._enqueue(request, greedy))
-        return [result.prompt_log_probs for result in self._run(ids)]
-
-    def _run(self, ids: list[int]) -> list[Result]:
-        while any(self._requests[i].status != "finished" for i in ids):
-            self.step()
-        results = [self.result(i) for i in ids]
-        self.forget(ids)
-        return results
+    def _unfinished(self, ids: Iterable[int]) -> bool:
+        return any(self._requests[i].status != "finished" for i in ids)
 
 
 def _require_memory(what: str, needed: int, device: torch.device, remedy: str) -> None:

@@ -120,7 +120,7 @@ class LLM:
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, split_reasoning: bool = False
     ) -> int:
-        """Queue a prompt (text or token ids); its request id. `split_reasoning`: output begins in `<think>`."""
+        """Queue text or token ids; the request id. `split_reasoning`: the output begins in `<think>`."""
         params = params or self.default_params()
         ids = self.encode(prompt)
         if params.stop and self.tokenizer is None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from model.config import Glm5NextConfig
-from model.norms import rms_norm
+from model.norms import mean_square
 from model.weights import WeightTree
 
 POST_MULTIPLIER = 2.0  # fixed by the architecture, not a config field
@@ -31,7 +31,7 @@ class SiteInput:
 
     def write_back(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """y [num_tokens, hidden] -> new streams [num_tokens, streams, hidden] in `dtype`."""
-        return torch.baddbmm(self.post * y.float().unsqueeze(1), self.comb_t, self.streams).to(dtype)
+        return torch.matmul(self.comb_t, self.streams).addcmul_(self.post, y.float().unsqueeze(1)).to(dtype)
 
 
 class HyperConnection:
@@ -49,38 +49,43 @@ class HyperConnection:
     def read(self, streams: Tensor) -> SiteInput:
         """streams [num_tokens, streams, hidden] in the activation dtype -> SiteInput."""
         n, wide = self.num_streams, streams.float()
-        mapping = rms_norm(wide.flatten(1), None, self.rms_eps) @ self.fn.T
+        flat = wide.flatten(1)
+        # A weightless RMS norm before the product is a division by one number per row after it.
+        mapping = (flat @ self.fn.T).mul_(torch.rsqrt(mean_square(flat).add_(self.rms_eps)))
         mapping = torch.addcmul(self.base, mapping, self.scale)
         pre, post, logits = mapping.split([n, n, n * n], dim=1)
         x = torch.bmm((pre.sigmoid() + self.eps).unsqueeze(1), wide).squeeze(1)
-        comb = sinkhorn(logits, self.sums, self.eps, self.iterations).view(-1, n, n)
+        comb = sinkhorn(logits, self.sums, self.iterations)
         return SiteInput(x, (POST_MULTIPLIER * post.sigmoid()).unsqueeze(2), comb.transpose(1, 2), wide)
 
 
 @dataclass(frozen=True)
 class SumMatrices:
-    """0/1 matrices that turn a flat C [.., n*n] into its broadcast row and column sums in one product."""
+    """Matrices that turn a flat C with a 1 appended, [.., n*n + 1], into its broadcast row or column sums plus
+    `hc_eps` in one product: [n*n + 1, n*n], zeros and ones above a row of eps."""
 
-    rows: Tensor  # [n*n, n*n]
-    columns: Tensor  # [n*n, n*n]
-    eps: Tensor  # [n*n], added to every sum
+    rows: Tensor
+    columns: Tensor
+    eps: float
 
     @classmethod
     def create(cls, n: int, eps: float, device: torch.device) -> "SumMatrices":
         eye, ones = torch.eye(n, device=device), torch.ones(n, n, device=device)
-        return cls(torch.kron(eye, ones), torch.kron(ones, eye), torch.full((n * n,), eps, device=device))
+        eps_row = torch.full((1, n * n), eps, device=device)
+        return cls(torch.cat([torch.kron(eye, ones), eps_row]), torch.cat([torch.kron(ones, eye), eps_row]), eps)
 
 
-def sinkhorn(logits: Tensor, sums: SumMatrices, eps: float, iterations: int) -> Tensor:
-    """logits [num_tokens, n*n] float32, row-major C[source, target] -> C [num_tokens, n*n] float32.
+def sinkhorn(logits: Tensor, sums: SumMatrices, iterations: int) -> Tensor:
+    """logits [num_tokens, n*n] float32, row-major [source, target] -> C [num_tokens, n, n] float32.
 
     Softmax over targets plus eps, one column normalisation, then `iterations` - 1 times rows and columns.
     """
-    n = round(logits.shape[1] ** 0.5)
-    comb = logits.view(-1, n, n).softmax(-1).view(-1, n * n).add_(eps)
-    total = torch.empty_like(comb)
-    comb.div_(torch.addmm(sums.eps, comb, sums.columns, out=total))
+    num_tokens, n = len(logits), round(logits.shape[1] ** 0.5)
+    with_one = torch.ones(num_tokens, n * n + 1, device=logits.device)
+    comb, total = with_one[:, : n * n], torch.empty_like(logits)
+    torch.add(logits.view(-1, n, n).softmax(-1).flatten(1), sums.eps, out=comb)
+    comb.div_(torch.mm(with_one, sums.columns, out=total))
     for _ in range(iterations - 1):
-        comb.div_(torch.addmm(sums.eps, comb, sums.rows, out=total))
-        comb.div_(torch.addmm(sums.eps, comb, sums.columns, out=total))
-    return comb
+        comb.div_(torch.mm(with_one, sums.rows, out=total))
+        comb.div_(torch.mm(with_one, sums.columns, out=total))
+    return comb.unflatten(1, (n, n))

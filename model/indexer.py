@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.batch import Batch, Segment, physical_index, read_prefix
+from model.batch import Batch, Segment, physical_index, read_prefix, row_index
 from model.config import Glm5NextConfig
 from model.linear import Linear
 from model.norms import layer_norm
@@ -69,7 +69,9 @@ class Indexer:
 
     def select(self, x: Tensor, q_latent: Tensor, batch: Batch, cache: IndexCache) -> list[Selection]:
         """Write the batch's index keys, then select. x [num_tokens, hidden], q_latent [num_tokens, q_lora_rank]."""
-        raw = torch.stack([layer_norm(self.wk(x), self.k_norm_weight, self.k_norm_bias), self.gate(x).float()], 1)
+        raw = torch.stack(
+            [layer_norm(self.wk(x), self.k_norm_weight, self.k_norm_bias), self.gate(x).float()], 1
+        )
         for segment in batch.segments:
             self._write(raw[segment.rows], segment, cache)
         scored = [s for s in batch.segments if s.end - self.first_slot > self.dense_rows]
@@ -90,8 +92,7 @@ class Indexer:
         if first < 0:  # slot 0 of the MTP layer is empty: no row belongs there
             raw, first = raw[1:], 0
         lead = first % self.pool
-        before = ring[torch.arange(first - lead, first, device=ring.device) % len(ring)]
-        rows = torch.cat([before, raw]) if lead else raw
+        rows = torch.cat([ring[ring_index(first - lead, first, ring)], raw]) if lead else raw
         num_pools = len(rows) // self.pool
         if num_pools:
             keys = self.pool_keys(rows[: num_pools * self.pool].unflatten(0, (num_pools, self.pool)))
@@ -99,11 +100,13 @@ class Indexer:
             entries = torch.arange(entry, entry + num_pools, device=keys.device)
             address = physical_index(segment.block_table, entries, cache.pooled.shape[1])
             cache.pooled.view(-1, self.head_dim)[address] = keys.to(cache.pooled.dtype)
-        kept = min(len(raw), len(ring))
-        end = first + len(raw)
-        ring[torch.arange(end - kept, end, device=ring.device) % len(ring)] = raw[len(raw) - kept :]
+        kept, end = min(len(raw), len(ring)), first + len(raw)
+        if kept:
+            ring[ring_index(end - kept, end, ring)] = raw[len(raw) - kept :]
 
-    def _select_segment(self, q: Tensor, head_weights: Tensor, segment: Segment, cache: IndexCache) -> Selection:
+    def _select_segment(
+        self, q: Tensor, head_weights: Tensor, segment: Segment, cache: IndexCache
+    ) -> Selection:
         first = segment.start - self.first_slot
         num_dense = min(max(self.dense_rows - first, 0), segment.num_tokens)
         if num_dense == segment.num_tokens:
@@ -119,6 +122,11 @@ class Indexer:
             scores = pool_scores(q[part], keys, head_weights[part])
             rows.append(select_rows(scores, query_rows, self.pool, self.topk_pools))
         return Selection(num_dense, torch.cat(rows))
+
+
+def ring_index(start: int, end: int, ring: Tensor) -> Tensor | slice:
+    """Where rows start .. end - 1 lie in a ring [ring_rows, ...]."""
+    return row_index([row % len(ring) for row in range(start, end)], ring.device)
 
 
 def _no_rows(device: torch.device) -> Tensor:

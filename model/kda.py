@@ -59,16 +59,18 @@ class Kda:
     """One KDA mixer: x [num_tokens, hidden] -> y [num_tokens, hidden]."""
 
     def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype) -> None:
-        self.heads, self.head_dim, width = config.linear_num_heads, config.linear_head_dim, config.linear_width
+        self.heads, self.head_dim = config.linear_num_heads, config.linear_head_dim
         self.rms_eps = config.rms_norm_eps
-        names = ["q_proj", "k_proj", "v_proj", "f_a_proj", "g_a_proj", "b_proj"]
-        self.in_proj = Linear(tree.fused(names), dtype)
-        self.in_widths = [3 * width, self.head_dim, self.head_dim, self.heads]
+        self.qkv_proj = Linear(tree.fused(["q_proj", "k_proj", "v_proj"]), dtype)
+        self.gates_proj = Linear(tree.fused(["f_a_proj", "g_a_proj", "b_proj"]), dtype)
+        self.gate_widths = [self.head_dim, self.head_dim, self.heads]
         self.f_b_proj = Linear(tree.linear("f_b_proj"), dtype)
         self.g_b_proj = Linear(tree.linear("g_b_proj"), dtype)
         self.o_proj = Linear(tree.linear("o_proj"), dtype)
         convs = [tree.tensor(f"{name}_conv1d.weight").squeeze(1) for name in "qkv"]
-        self.conv_taps = torch.cat(convs).T.contiguous()  # [kernel, 3 * width]; the last tap is the current token
+        self.conv_taps = torch.cat(
+            convs
+        ).T.contiguous()  # [kernel, 3 * heads * head_dim]; the last tap is the current token
         self.decay_rate = tree.tensor("A_log").exp().unsqueeze(1)  # [heads, 1]
         self.dt_bias = tree.tensor("dt_bias").view(self.heads, self.head_dim)
         self.gate_lower_bound = config.linear_gate_lower_bound
@@ -76,9 +78,9 @@ class Kda:
 
     def forward(self, x: Tensor, batch: Batch, state: KdaState) -> Tensor:
         """Advance every segment's slot by its tokens; write the exports that segments ask for."""
-        qkv, f_a, g_a, b = self.in_proj(x).split(self.in_widths, dim=1)
+        f_a, g_a, b = self.gates_proj(x).split(self.gate_widths, dim=1)
         # Rounded before use, so that a row means the same inside a chunk and carried across a boundary.
-        qkv = qkv.to(state.conv.dtype)
+        qkv = self.qkv_proj(x).to(state.conv.dtype)
         inputs = self._inputs(self._convolve(qkv, batch, state.conv), f_a, b)
         out = torch.empty_like(inputs.v)
         singles = batch.single_rows
@@ -152,7 +154,9 @@ def recurrence(inputs: KdaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     return out, state
 
 
-def chunked(inputs: KdaInputs, state: Tensor, boundaries: tuple[int, ...] = ()) -> tuple[Tensor, dict[int, Tensor]]:
+def chunked(
+    inputs: KdaInputs, state: Tensor, boundaries: tuple[int, ...] = ()
+) -> tuple[Tensor, dict[int, Tensor]]:
     """The same function as `recurrence`, `CHUNK_TOKENS` at a time.
 
     state [heads, key, value]. Returns out [num_tokens, heads, value] and the states after each of `boundaries`
@@ -161,25 +165,18 @@ def chunked(inputs: KdaInputs, state: Tensor, boundaries: tuple[int, ...] = ()) 
     num_tokens, heads, _ = inputs.v.shape
     if any(b % CHUNK_TOKENS and b != num_tokens for b in boundaries):
         raise ValueError(f"exports at {boundaries} tokens; expected multiples of {CHUNK_TOKENS}")
-    # Padding to whole chunks with k = v = beta = g = 0 leaves the final state alone.
-    pad = -num_tokens % CHUNK_TOKENS
-    q, k, v, g = (
-        functional.pad(x, (0, 0, 0, 0, 0, pad)).view(-1, CHUNK_TOKENS, heads, x.shape[2]).transpose(1, 2)
-        for x in (inputs.q, inputs.k, inputs.v, inputs.g)
-    )
-    beta = functional.pad(inputs.beta, (0, 0, 0, pad)).view(-1, CHUNK_TOKENS, heads).transpose(1, 2).unsqueeze(-1)
+    q, k, v, g, beta = (in_chunks(x) for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta.unsqueeze(2)))
     decay = g.cumsum(2)  # [chunks, heads, tokens, key], log-decay since the chunk's start
-    total = decay[:, :, -1:]
-    grown, from_start, k_to_end = k * (-decay).exp(), decay.exp(), k * (total - decay).exp()
-    q_in, k_in = q * from_start, k * from_start
-    system = (beta * (k_in @ grown.transpose(-1, -2))).tril(-1)
-    rhs = torch.cat([beta * v, beta * k_in], dim=-1)
+    total, from_start = decay[:, :, -1:], decay.exp()
+    q_in, k_in, k_over = q * from_start, k * from_start, (k / from_start).transpose(2, 3)
+    keep, k_to_end = total.exp().transpose(2, 3), (k * (total - decay).exp()).transpose(2, 3)
+    system = (k_in @ k_over).mul_(beta).tril_(-1)
+    rhs = torch.cat([v, k_in], dim=3).mul_(beta)
     solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
-    update, absorbed = solved.split([v.shape[-1], k.shape[-1]], dim=-1)
-    scores = (q_in @ grown.transpose(-1, -2)).tril()
-    keep, k_to_end = total.exp().transpose(-1, -2), k_to_end.transpose(-1, -2)
-    out, states = torch.empty_like(update), {}
-    for chunk in range(len(update)):
+    update, absorbed = solved.split([v.shape[3], k.shape[3]], dim=3)
+    scores = (q_in @ k_over).tril_()
+    out, states = torch.empty_like(v), {}
+    for chunk in range(len(v)):
         delta = torch.baddbmm(update[chunk], absorbed[chunk], state, alpha=-1)
         torch.baddbmm(scores[chunk] @ delta, q_in[chunk], state, out=out[chunk])
         state = torch.baddbmm(keep[chunk] * state, k_to_end[chunk], delta)
@@ -187,3 +184,16 @@ def chunked(inputs: KdaInputs, state: Tensor, boundaries: tuple[int, ...] = ()) 
             states[end] = state
     states[num_tokens] = state
     return out.transpose(1, 2).flatten(0, 1)[:num_tokens], states
+
+
+def in_chunks(x: Tensor) -> Tensor:
+    """x [num_tokens, heads, width] -> [chunks, heads, CHUNK_TOKENS, width], padded with zeros.
+
+    Zeros for k, v, beta and g leave the final state alone.
+    """
+    num_tokens, heads, width = x.shape
+    chunks = x.new_zeros(-(-num_tokens // CHUNK_TOKENS), heads, CHUNK_TOKENS, width)
+    whole = num_tokens // CHUNK_TOKENS
+    chunks[:whole] = x[: whole * CHUNK_TOKENS].unflatten(0, (whole, CHUNK_TOKENS)).transpose(1, 2)
+    chunks[whole:, :, : num_tokens - whole * CHUNK_TOKENS] = x[whole * CHUNK_TOKENS :].transpose(0, 1)
+    return chunks

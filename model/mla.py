@@ -38,13 +38,21 @@ class Mla:
     `first_slot` 0: row r of the layer lies in slot r (trunk); 1: in slot r + 1, and slot 0 stays empty (MTP).
     """
 
-    def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype, first_slot: int = 0) -> None:
+    def __init__(
+        self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype, first_slot: int = 0
+    ) -> None:
         self.heads, self.first_slot, self.dtype = config.num_attention_heads, first_slot, dtype
         self.rms_eps, self.scale = config.rms_norm_eps, config.qk_nope_head_dim**-0.5
-        self.q_a_proj, self.q_b_proj = Linear(tree.linear("q_a_proj"), dtype), Linear(tree.linear("q_b_proj"), dtype)
+        self.q_a_proj, self.q_b_proj = (
+            Linear(tree.linear("q_a_proj"), dtype),
+            Linear(tree.linear("q_b_proj"), dtype),
+        )
         self.kv_a_proj = Linear(tree.linear("kv_a_proj_with_mqa"), dtype)
         self.o_proj = Linear(tree.linear("o_proj"), dtype)
-        self.q_a_norm, self.kv_a_norm = tree.tensor("q_a_layernorm.weight"), tree.tensor("kv_a_layernorm.weight")
+        self.q_a_norm, self.kv_a_norm = (
+            tree.tensor("q_a_layernorm.weight"),
+            tree.tensor("kv_a_layernorm.weight"),
+        )
         kv_b = tree.linear("kv_b_proj").expand(dtype).view(self.heads, -1, config.kv_lora_rank)
         # [heads, qk_nope_head_dim, kv_lora_rank] and [heads, kv_lora_rank, v_head_dim]
         self.key_up = kv_b[:, : config.qk_nope_head_dim]
@@ -65,7 +73,9 @@ class Mla:
                 self._write(latent[segment.rows], segment, cache.latent)
             selections = self.indexer.select(x, q_latent, batch, cache.index)
         q = self.q_b_proj(q_latent).view(len(x), self.heads, -1) * self.scale
-        absorbed = torch.bmm(q.transpose(0, 1), self.key_up).transpose(0, 1)  # [num_tokens, heads, kv_lora_rank]
+        absorbed = torch.bmm(q.transpose(0, 1), self.key_up).transpose(
+            0, 1
+        )  # [num_tokens, heads, kv_lora_rank]
         mixed = torch.empty_like(absorbed)
         for segment, selection in zip(batch.segments, selections, strict=True):
             mixed[segment.rows] = self._attend(absorbed[segment.rows], segment, selection, cache.latent)
@@ -88,7 +98,8 @@ class Mla:
         queries, width = len(selection.rows), selection.rows.shape[1]
         end = first + segment.num_tokens
         if queries > 1 and end <= MASKED_WIDTHS * width:
-            out[dense:] = masked_attention(q[dense:], self._prefix(segment, end, cache), selection.rows)
+            latents = self._prefix(segment, end, cache)
+            out[dense:] = masked_attention(q[dense:], latents, selection.rows, first + dense)
             return out
         block = max(1, BLOCK_BYTES // (width * cache.shape[2] * cache.element_size()))
         for begin in range(0, queries, block):
@@ -102,7 +113,9 @@ class Mla:
 
     def _prefix(self, segment: Segment, num_rows: int, cache: Tensor) -> Tensor:
         """Latents of the layer's first `num_rows` rows, [num_rows, kv_lora_rank]."""
-        return read_prefix(cache, segment.block_table, num_rows + self.first_slot)[self.first_slot :].to(self.dtype)
+        return read_prefix(cache, segment.block_table, num_rows + self.first_slot)[self.first_slot :].to(
+            self.dtype
+        )
 
 
 def dense_attention(q: Tensor, latents: Tensor, first: int) -> Tensor:
@@ -128,17 +141,21 @@ def gathered_attention(q: Tensor, latents: Tensor, used: Tensor) -> Tensor:
     return torch.bmm(scores.softmax(-1).to(q.dtype), latents)
 
 
-def masked_attention(q: Tensor, latents: Tensor, rows: Tensor) -> Tensor:
-    """The same attention as products with all latents [num_rows, kv_lora_rank]; rows [queries, width], -1 = unused."""
+def masked_attention(q: Tensor, latents: Tensor, rows: Tensor, first: int) -> Tensor:
+    """The same attention as products with every latent that a block of queries can see.
+
+    q [queries, heads, kv_lora_rank] of rows first, first + 1, ...; latents [first + queries, kv_lora_rank];
+    rows [queries, width] int64, -1 = unused.
+    """
     queries, heads, width = q.shape
     out, block = torch.empty_like(q), max(1, BLOCK_BYTES // (4 * heads * len(latents)))
     for begin in range(0, queries, block):
         part, selected = q[begin : begin + block], rows[begin : begin + block]
-        # Column num_rows takes the unused entries and is cut off.
-        hidden = torch.ones(len(part), len(latents) + 1, dtype=torch.bool, device=q.device)
-        hidden.scatter_(1, selected.masked_fill(selected < 0, len(latents)), False)
-        scores = (part.reshape(-1, width) @ latents.T).float().view(len(part), heads, -1)
-        scores.masked_fill_(hidden[:, None, :-1], -torch.inf)
-        weights = scores.softmax(-1).to(q.dtype).view(-1, len(latents))
-        out[begin : begin + block] = (weights @ latents).view_as(part)
+        visible = latents[: first + begin + len(part)]
+        # The column after the last takes the unused entries and is cut off.
+        hidden = torch.ones(len(part), len(visible) + 1, dtype=torch.bool, device=q.device)
+        hidden.scatter_(1, selected.masked_fill(selected < 0, len(visible)), False)
+        scores = (part.reshape(-1, width) @ visible.T).float().view(len(part), heads, -1)
+        weights = scores.masked_fill_(hidden[:, None, :-1], -torch.inf).softmax(-1).to(q.dtype)
+        out[begin : begin + block] = (weights.view(-1, len(visible)) @ visible).view_as(part)
     return out

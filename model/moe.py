@@ -76,7 +76,9 @@ class Moe:
     def forward(self, x: Tensor) -> Tensor:
         experts, weights = self.router.route(x)
         x = x.to(self.dtype)
-        routed = self._one_token(x, experts[0], weights) if len(x) == 1 else self._by_expert(x, experts, weights)
+        routed = (
+            self._one_token(x, experts[0], weights) if len(x) == 1 else self._by_expert(x, experts, weights)
+        )
         return routed + self.shared.forward(x)
 
     def _one_token(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:

@@ -11,11 +11,15 @@ INDEXER_LAYER_NORM_EPS = 1e-6
 L2_NORM_EPS = 1e-6
 
 
-def rms_norm(x: Tensor, weight: Tensor | None, eps: float) -> Tensor:
-    """x [..., width], weight [width] float32 or None -> [..., width] float32: weight * x / sqrt(mean(x^2) + eps)."""
+def mean_square(x: Tensor) -> Tensor:
+    """x [..., width] float32 -> [..., 1]; by the vector norm, which reads x once and stores nothing its size."""
+    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """x [..., width], weight [width] float32 -> [..., width] float32: weight * x / sqrt(mean(x^2) + eps)."""
     x = x.float()
-    normed = x * torch.rsqrt(x.square().mean(-1, keepdim=True).add_(eps))
-    return normed if weight is None else normed.mul_(weight)
+    return (x * torch.rsqrt(mean_square(x).add_(eps))).mul_(weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -25,4 +29,4 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def l2_norm(x: Tensor) -> Tensor:
     """x [..., width] float32 -> x / sqrt(sum(x^2) + 1e-6) over the last axis."""
-    return x * torch.rsqrt(x.square().sum(-1, keepdim=True).add_(L2_NORM_EPS))
+    return x * torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(L2_NORM_EPS))

@@ -1,0 +1,9 @@
+"""One torch thread per test process: two processes with one thread each are the fast shape on two cores."""
+
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch  # noqa: E402  (reads OMP_NUM_THREADS when imported)
+
+torch.set_num_threads(1)

@@ -33,6 +33,8 @@ def main(arguments: list[str]) -> int:
     command.add_arguments(parser)
     try:
         return int(command.run(parser.parse_args(arguments[1:])))
+    except KeyboardInterrupt:
+        return 130
     except (ValueError, OSError) as error:
         if isinstance(error, BrokenPipeError):  # the reader of our output has gone, e.g. `| head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -50,7 +52,7 @@ def _overview() -> argparse.ArgumentParser:
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("command", choices=COMMANDS, help=argparse.SUPPRESS)
+    parser.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
     return parser
 
 

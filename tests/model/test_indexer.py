@@ -1,4 +1,4 @@
-"""Which rows a query sees: the pool rule at every length, chunk border and tie, whatever unused entries hold."""
+"""Which rows a query sees: the pool rule at any length, chunk border and tie, whatever else pages hold."""
 
 import pytest
 import torch

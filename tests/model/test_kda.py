@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from model.batch import Batch, Export, Segment
 from model.kda import CHUNK_TOKENS, Kda, KdaInputs, KdaState, chunked, recurrence
@@ -99,6 +100,31 @@ def test_decay_rate_is_per_head_and_its_bias_per_channel() -> None:
 def test_l2_norm_adds_its_epsilon_to_the_sum_of_squares() -> None:
     # Sum of squares 1e-6, the epsilon itself: a maximum would give 1, the model's 1e-5 gives 0.30.
     torch.testing.assert_close(l2_norm(torch.tensor([1e-3, 0.0])), torch.tensor([2**-0.5, 0.0]))
+
+
+def test_small_inputs_show_every_epsilon_and_the_query_scale(kda: Kda) -> None:
+    """Field bug B1. The output norm hides a factor on q, unless the output is small against its epsilon."""
+    tree, x = tiny.tree().at(LAYER[:-1]), 1e-3 * tiny.normal(1, HIDDEN).double()
+
+    def project(name: str, y: Tensor) -> Tensor:
+        return y @ tree.linear(name).expand(torch.float64).T
+
+    def convolved(letter: str) -> Tensor:
+        last_tap = tree.tensor(f"{letter}_conv1d.weight")[:, 0, -1]
+        return functional.silu(project(f"{letter}_proj", x) * last_tap).view(HEADS, DIM)
+
+    q, k = (y * (y.square().sum(1, keepdim=True) + 1e-6).rsqrt() for y in map(convolved, "qk"))
+    beta = project("b_proj", x).sigmoid().view(HEADS, 1)
+    out = DIM**-0.5 * (q * k).sum(1, keepdim=True) * beta * convolved("v")
+    normed = (
+        out
+        * (out.square().mean(1, keepdim=True) + tiny.TINY.rms_norm_eps).rsqrt()
+        * tree.tensor("o_norm.weight")
+    )
+    gate = project("g_b_proj", project("g_a_proj", x)).sigmoid()
+    expected = project("o_proj", normed.view(1, -1) * gate)
+    y = Slots(kda).run({0: x.float()}, {})
+    torch.testing.assert_close(y.double(), expected, atol=1e-5 * expected.abs().max().item(), rtol=0)
 
 
 @pytest.mark.parametrize("carried", [False, True], ids=["from-zero", "incoming-state"])

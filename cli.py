@@ -32,7 +32,9 @@ def main(arguments: list[str]) -> int:
     )
     command.add_arguments(parser)
     try:
-        return int(command.run(parser.parse_args(arguments[1:])))
+        code = int(command.run(parser.parse_args(arguments[1:])))
+        sys.stdout.flush()  # here a reader that has gone is caught, at exit it would not be
+        return code
     except KeyboardInterrupt:
         return 130
     except (ValueError, OSError) as error:

@@ -83,7 +83,10 @@ def test_the_script_answers_on_stdout_alone() -> None:
 def test_a_reader_that_went_away_is_no_traceback() -> None:
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "cli.py", "generate", "Emma", "--max-tokens", "4"]
-    outcome = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, timeout=120)
+    command = [sys.executable, "cli.py", "inspect", "model/embedded"]
+    buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+    outcome = subprocess.run(
+        command, stdout=writer, stderr=subprocess.PIPE, text=True, cwd=ROOT, env=buffered, timeout=120
+    )
     os.close(writer)
     assert outcome.returncode == 1 and outcome.stderr == ""

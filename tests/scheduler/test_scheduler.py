@@ -120,7 +120,7 @@ def test_more_requests_than_slots_wait_their_turn() -> None:
     assert loop.ended == [0, 1, 2, 3, 4]
 
 
-def test_more_decodes_than_budget_still_end() -> None:
+def test_more_requests_than_tokens_in_a_step_still_end() -> None:
     loop = Loop(budget=2)
     for _ in range(3):
         loop.add(1, 6)

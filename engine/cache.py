@@ -18,7 +18,9 @@ def allocate_trunk(
 ) -> TrunkCache:
     """Pages and slots of every trunk layer. Latents and convolution rows in `dtype`, states in float32."""
     if shape.block_size % config.index_kpool:
-        raise ValueError(f"block size {shape.block_size} is not a multiple of index_kpool {config.index_kpool}")
+        raise ValueError(
+            f"block size {shape.block_size} is not a multiple of index_kpool {config.index_kpool}"
+        )
     heads, head_dim = config.linear_num_heads, config.linear_head_dim
     conv_rows = config.linear_conv_kernel_dim - 1
     kda = {
@@ -31,7 +33,9 @@ def allocate_trunk(
     return TrunkCache(kda, {layer: allocate_mla(config, shape, dtype, device) for layer in config.mla_layers})
 
 
-def allocate_mla(config: Glm5NextConfig, shape: CacheShape, dtype: torch.dtype, device: torch.device) -> MlaCache:
+def allocate_mla(
+    config: Glm5NextConfig, shape: CacheShape, dtype: torch.dtype, device: torch.device
+) -> MlaCache:
     """Pages and rings of one MLA layer, a trunk layer's or the MTP layer's."""
     entries, width = shape.block_size // config.index_kpool, config.index_head_dim
     index = IndexCache(

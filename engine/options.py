@@ -37,4 +37,6 @@ class EngineOptions:
             if value is not None and value < 1:
                 raise ValueError(f"{name} is {value}, expected at least 1")
         if self.num_layers is not None and not self.random_weights:
-            raise ValueError("num_layers cuts a model with random weights only; a real one needs all its layers")
+            raise ValueError(
+                "num_layers cuts a model with random weights only; a real one needs all its layers"
+            )

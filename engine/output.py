@@ -43,7 +43,12 @@ class Output:
     """Collects one request's Result, token by token."""
 
     def __init__(
-        self, request_id: int, prompt_tokens: int, tokenizer: Tokenizer | None, stop: tuple[str, ...], thinking: bool
+        self,
+        request_id: int,
+        prompt_tokens: int,
+        tokenizer: Tokenizer | None,
+        stop: tuple[str, ...],
+        thinking: bool,
     ) -> None:
         self.request_id, self.result = request_id, Result(prompt_tokens)
         self._detokenizer = Detokenizer(tokenizer) if tokenizer else None

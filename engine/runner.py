@@ -68,7 +68,9 @@ class Runner:
             if chunk.samples
         ]
         if sampling:
-            logits = self.model.logits(hidden[torch.tensor([row for _, row in sampling], device=hidden.device)])
+            logits = self.model.logits(
+                hidden[torch.tensor([row for _, row in sampling], device=hidden.device)]
+            )
             for (request_id, _), row_logits in zip(sampling, logits, strict=True):
                 try:
                     tokens[request_id] = self._samplers[request_id].sample(row_logits)

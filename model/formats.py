@@ -46,6 +46,8 @@ class Weight(ABC):
 
     def select(self, index: Tensor | slice | int) -> Self:
         """Matrices of a stack: int64 [k] gives a stack of k, a slice or an int a view."""
+        if isinstance(index, Tensor):
+            return type(self)(*(part.index_select(0, index) for part in self.parts()))
         return type(self)(*(part[index] for part in self.parts()))
 
 

@@ -72,7 +72,9 @@ class SumMatrices:
     def create(cls, n: int, eps: float, device: torch.device) -> "SumMatrices":
         eye, ones = torch.eye(n, device=device), torch.ones(n, n, device=device)
         eps_row = torch.full((1, n * n), eps, device=device)
-        return cls(torch.cat([torch.kron(eye, ones), eps_row]), torch.cat([torch.kron(ones, eye), eps_row]), eps)
+        return cls(
+            torch.cat([torch.kron(eye, ones), eps_row]), torch.cat([torch.kron(ones, eye), eps_row]), eps
+        )
 
 
 def sinkhorn(logits: Tensor, sums: SumMatrices, iterations: int) -> Tensor:

@@ -165,7 +165,9 @@ def chunked(
     num_tokens, heads, _ = inputs.v.shape
     if any(b % CHUNK_TOKENS and b != num_tokens for b in boundaries):
         raise ValueError(f"exports at {boundaries} tokens; expected multiples of {CHUNK_TOKENS}")
-    q, k, v, g, beta = (in_chunks(x) for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta.unsqueeze(2)))
+    q, k, v, g, beta = (
+        in_chunks(x) for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta.unsqueeze(2))
+    )
     decay = g.cumsum(2)  # [chunks, heads, tokens, key], log-decay since the chunk's start
     total, from_start = decay[:, :, -1:], decay.exp()
     q_in, k_in, k_over = q * from_start, k * from_start, (k / from_start).transpose(2, 3)

@@ -57,9 +57,9 @@ def dequantize(codes: Tensor, block_scale: Tensor, tensor_scale: Tensor) -> Tens
     """float32 [.., out, in] from codes uint8 [.., out, in/2], block_scale e4m3 [.., out, in/16] and
     tensor_scale float32 [..].
     """
-    pairs = _pair_table(codes.device).gather(0, codes.flatten().long())
+    pairs = _pair_table(codes.device).index_select(0, codes.flatten().int())
     values = pairs.view(torch.float32).view(*block_scale.shape, BLOCK)
-    scale = _e4m3_table(codes.device).gather(0, block_scale.view(torch.uint8).flatten().long())
+    scale = _e4m3_table(codes.device).index_select(0, block_scale.view(torch.uint8).flatten().int())
     scale = scale.view_as(block_scale) * tensor_scale[..., None, None]
     return values.mul_(scale[..., None]).flatten(-2)
 

@@ -50,6 +50,8 @@ class BlockManager:
         """Assert that every page and slot is free or owned once."""
         owners = list(running)
         blocks = self._free_blocks + [block for request in owners for block in request.block_table]
-        slots = self._free_slots + [request.recurrent_slot for request in owners if request.recurrent_slot is not None]
+        slots = self._free_slots + [
+            request.recurrent_slot for request in owners if request.recurrent_slot is not None
+        ]
         assert sorted(blocks) == list(range(self.num_blocks)), "a page is lost or owned twice"
         assert sorted(slots) == list(range(self.num_slots)), "a slot is lost or owned twice"

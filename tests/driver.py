@@ -32,7 +32,9 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Glm
 class Sequencer:
     """One sequence on a model: feed tokens in chunks of any size and collect hidden states."""
 
-    def __init__(self, model: Glm5Next, max_tokens: int, block_size: int = 16, fill: float = float("nan")) -> None:
+    def __init__(
+        self, model: Glm5Next, max_tokens: int, block_size: int = 16, fill: float = float("nan")
+    ) -> None:
         self.model, self.length = model, 0
         num_blocks = -(-(max_tokens + 8) // block_size) + 2
         shape = CacheShape(num_blocks, block_size, 3, 8)

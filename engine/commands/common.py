@@ -17,7 +17,9 @@ DEFAULTS = {field.name: field.default for field in fields(EngineOptions)}
 def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     """`--model` and the engine's options; defaults are EngineOptions'."""
     group = parser.add_argument_group("engine")
-    group.add_argument("--model", default=str(EMBEDDED_MODEL), help="checkpoint directory (default: the embedded model)")
+    group.add_argument(
+        "--model", default=str(EMBEDDED_MODEL), help="checkpoint directory (default: the embedded model)"
+    )
     group.add_argument("--dtype", choices=("bfloat16", "float32"), default=DEFAULTS["dtype"])
     group.add_argument("--device", default=DEFAULTS["device"], help="cpu or cuda (default: cpu)")
     group.add_argument("--max-batched-tokens", type=int, default=DEFAULTS["max_batched_tokens"], metavar="N",
@@ -48,4 +50,6 @@ class LoadProgress:
         if now >= self._next or done == total:
             self._next = now + 0.1
             end = "\n" if done == total else ""
-            print(f"\rloading {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", end=end, file=sys.stderr, flush=True)
+            print(
+                f"\rloading {done / 1e6:,.1f} of {total / 1e6:,.1f} MB", end=end, file=sys.stderr, flush=True
+            )

@@ -20,7 +20,9 @@ EXAMPLES = """examples:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `eval`."""
     parser.add_argument("file", metavar="FILE", help="UTF-8 text")
-    parser.add_argument("--window", type=int, default=1024, metavar="N", help="tokens per window (default: %(default)s)")
+    parser.add_argument(
+        "--window", type=int, default=1024, metavar="N", help="tokens per window (default: %(default)s)"
+    )
     add_engine_arguments(parser)
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 

@@ -165,11 +165,14 @@ def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     return (value,) if isinstance(value, int) else tuple(value)
 
 
+# fmt: off
 _INT_FIELDS = (
-    "vocab_size hidden_size intermediate_size moe_intermediate_size num_attention_heads q_lora_rank"
-    " kv_lora_rank qk_nope_head_dim v_head_dim n_routed_experts n_shared_experts num_experts_per_tok hc_mult"
-    " hc_sinkhorn_iters index_n_heads index_head_dim index_topk index_kpool max_position_embeddings"
-).split()
+    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts",
+    "num_experts_per_tok", "hc_mult", "hc_sinkhorn_iters", "index_n_heads", "index_head_dim", "index_topk",
+    "index_kpool", "max_position_embeddings",
+)
+# fmt: on
 
 
 def _positive_int(text: Mapping[str, Any], field: str) -> int:

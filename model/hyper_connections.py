@@ -90,4 +90,4 @@ def sinkhorn(logits: Tensor, sums: SumMatrices, iterations: int) -> Tensor:
     for _ in range(iterations - 1):
         comb.div_(torch.mm(with_one, sums.rows, out=total))
         comb.div_(torch.mm(with_one, sums.columns, out=total))
-    return comb.unflatten(1, (n, n))
+    return comb.reshape(num_tokens, n, n)

@@ -162,7 +162,7 @@ def chunked(
     state [heads, key, value]. Returns out [num_tokens, heads, value] and the states after each of `boundaries`
     tokens (multiples of CHUNK_TOKENS, else ValueError) and after all of them.
     """
-    num_tokens, heads, _ = inputs.v.shape
+    num_tokens = len(inputs.v)
     if any(b % CHUNK_TOKENS and b != num_tokens for b in boundaries):
         raise ValueError(f"exports at {boundaries} tokens; expected multiples of {CHUNK_TOKENS}")
     q, k, v, g, beta = (

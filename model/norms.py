@@ -13,7 +13,8 @@ L2_NORM_EPS = 1e-6
 
 def mean_square(x: Tensor) -> Tensor:
     """x [..., width] float32 -> [..., 1]; by the vector norm, which reads x once and stores nothing its size."""
-    return torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().div_(x.shape[-1])
+    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.shape[-1])
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -1,4 +1,4 @@
-"""A model that says what the test wants: real forwards, written logits."""
+"""The tiny model in an engine, as it is or made to say what the test wants: real forwards, written logits."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -8,13 +8,26 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.llm import LLM
 from model.glm5_next import Glm5Next
+from tests import driver
 from tests.glm_tokenizer import write_tokenizer
 
 TINY = Path(__file__).parent / "data" / "bf16"
 VOCAB = (
     154880  # the released vocabulary: stop ids of the test tokenizer lie in it, the tiny model's is smaller
 )
+
+
+def tiny_engine(
+    directory: Path = TINY, *, budget: int = 16, kv_tokens: int = 512, slots: int = 3, seed: int = 0
+) -> LLM:
+    """A float32 engine over caches full of NaN: reading what was never written shows."""
+    llm = LLM(directory, dtype="float32", block_size=16, max_batched_tokens=budget, kv_tokens=kv_tokens,
+              max_running_requests=slots, seed=seed)  # fmt: skip
+    driver.poison(llm.runner.cache.kda, torch.nan)
+    driver.poison(llm.runner.cache.mla, torch.nan)
+    return llm
 
 
 def script_tokens(monkeypatch: pytest.MonkeyPatch, tokens: Iterable[int]) -> None:

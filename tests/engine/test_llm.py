@@ -2,7 +2,6 @@
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,23 +12,12 @@ from engine.output import Delta, Result
 from engine.sampling import SamplingParams
 from scheduler.scheduler import RequestRefused
 from tests import driver
-from tests.scripted import TINY, script_tokens, tiny_with_tokenizer
+from tests.scripted import script_tokens, tiny_engine, tiny_with_tokenizer
 
 # Unequal lengths, two of them over the budget of 16, one past the 16 tokens that the indexer selects.
 PROMPTS = [[5, 9, 200, 33, 7], [(7 * i) % 251 for i in range(21)], [(11 * i + 3) % 256 for i in range(40)]]
 GREEDY = SamplingParams(max_tokens=12, ignore_eos=True)
 SAMPLED = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, top_p=0.95, seed=7)
-
-
-def tiny(
-    directory: Path = TINY, *, budget: int = 16, kv_tokens: int = 512, slots: int = 3, seed: int = 0
-) -> LLM:
-    """A float32 engine over caches full of NaN: reading what was never written shows."""
-    llm = LLM(directory, dtype="float32", block_size=16, max_batched_tokens=budget, kv_tokens=kv_tokens,
-              max_running_requests=slots, seed=seed)  # fmt: skip
-    driver.poison(llm.runner.cache.kda, torch.nan)
-    driver.poison(llm.runner.cache.mla, torch.nan)
-    return llm
 
 
 def assert_idle(llm: LLM) -> None:
@@ -40,7 +28,7 @@ def assert_idle(llm: LLM) -> None:
 
 @pytest.fixture(scope="module")
 def shared() -> LLM:
-    return tiny()
+    return tiny_engine()
 
 
 @pytest.fixture
@@ -55,7 +43,7 @@ def text_llm(tmp_path_factory: pytest.TempPathFactory) -> LLM:
     """With a byte tokenizer, and stop ids from three sources."""
     directory = tiny_with_tokenizer(tmp_path_factory.mktemp("text") / "model")
     (directory / "generation_config.json").write_text(json.dumps({"eos_token_id": [154827, 154829]}))
-    return tiny(directory)
+    return tiny_engine(directory)
 
 
 def tokens(results: list[Result]) -> list[list[int]]:
@@ -76,13 +64,15 @@ class TestBatch:
     @pytest.mark.parametrize("params", [GREEDY, SAMPLED], ids=["greedy", "seeded"])
     def test_a_batch_gives_what_each_request_gets_alone(self, llm: LLM, params: SamplingParams) -> None:
         batch = tokens(llm.generate(PROMPTS, params))
-        alone = tiny(budget=64)
+        alone = tiny_engine(budget=64)
         assert batch == [tokens(alone.generate([prompt], params))[0] for prompt in PROMPTS]
         assert len({tuple(output) for output in batch}) == 3
 
     def test_the_engine_seed_gives_each_request_a_stream_of_its_own(self) -> None:
         params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0)
-        first, again, other = (tokens(tiny(seed=s).generate([PROMPTS[0]] * 2, params)) for s in (5, 5, 6))
+        first, again, other = (
+            tokens(tiny_engine(seed=s).generate([PROMPTS[0]] * 2, params)) for s in (5, 5, 6)
+        )
         assert first == again
         assert first != other and first[0] != first[1]
 
@@ -94,7 +84,7 @@ class TestBatch:
     def test_a_one_token_prompt_does_not_continue_the_text_of_the_slot_before(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        used, fresh = tiny(slots=1), tiny(slots=1)
+        used, fresh = tiny_engine(slots=1), tiny_engine(slots=1)
         used.generate([PROMPTS[1]], GREEDY)
         rows: list[Tensor] = []
         for engine in (used, fresh):
@@ -159,7 +149,7 @@ class TestScore:
 
     @pytest.mark.parametrize("budget", [1, 7, 64])
     def test_scores_are_the_models_log_probabilities(self, llm: LLM, budget: int) -> None:
-        scores = tiny(budget=budget).score([*PROMPTS, [9]])
+        scores = tiny_engine(budget=budget).score([*PROMPTS, [9]])
         for prompt, score in zip(PROMPTS, scores, strict=False):
             wanted = torch.tensor(prompt[1:]).unsqueeze(1)
             expected = driver.logits(llm.model, prompt)[:-1].log_softmax(-1).gather(1, wanted)[:, 0]
@@ -177,7 +167,7 @@ class TestScore:
 @pytest.mark.parametrize("limit", [61, 64])
 def test_generation_ends_exactly_at_the_context_limit(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Field bug E8, without drafts: the pool ends with the context, and an index beyond it would raise."""
-    llm = tiny(budget=64, kv_tokens=64)
+    llm = tiny_engine(budget=64, kv_tokens=64)
     monkeypatch.setattr(llm.scheduler, "context_limit", limit)
     for length in range(57, limit):
         result = llm.generate([[(5 * i) % 256 for i in range(length)]], SamplingParams(ignore_eos=True))[0]

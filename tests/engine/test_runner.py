@@ -8,17 +8,14 @@ from engine.llm import LLM
 from engine.sampling import SamplingParams
 from scheduler.plan import ScheduledChunk, StepPlan
 from tests import driver
-from tests.scripted import TINY
+from tests.scripted import tiny_engine
 
 PROMPT = [5, 9, 200, 33, 7, 81, 150]
 
 
 @pytest.fixture(scope="module")
 def llm() -> LLM:
-    llm = LLM(TINY, dtype="float32", block_size=16, kv_tokens=128, max_running_requests=3, seed=0)
-    driver.poison(llm.runner.cache.kda, torch.nan)
-    driver.poison(llm.runner.cache.mla, torch.nan)
-    return llm
+    return tiny_engine()
 
 
 def chunk(request_id: int, tokens: list[int], start: int = 0, *, samples: bool = True) -> ScheduledChunk:

@@ -90,19 +90,18 @@ class Mla:
     def _attend(self, q: Tensor, segment: Segment, selection: Selection, cache: Tensor) -> Tensor:
         """q [num_tokens, heads, kv_lora_rank], already scaled -> weighted latents of the same shape."""
         out, dense = torch.zeros_like(q), selection.num_dense
-        first = segment.start - self.first_slot
-        if dense and first + dense > 0:
-            out[:dense] = dense_attention(q[:dense], self._prefix(segment, first + dense, cache), first)
-        if dense == segment.num_tokens:
-            return out
-        queries, width = len(selection.rows), selection.rows.shape[1]
-        end = first + segment.num_tokens
+        first, end = segment.start - self.first_slot, segment.end - self.first_slot
+        empty = max(-first, 0)  # the row of the MTP layer's token 0: nothing to see
+        if dense > empty:
+            latents = self._prefix(segment, first + dense, cache)
+            out[empty:dense] = prefix_attention(q[empty:dense], latents, first + empty)
+        queries, width = segment.num_tokens - dense, selection.rows.shape[1]
         if queries > 1 and end <= MASKED_WIDTHS * width:
             latents = self._prefix(segment, end, cache)
-            out[dense:] = masked_attention(q[dense:], latents, selection.rows, first + dense)
+            out[dense:] = prefix_attention(q[dense:], latents, first + dense, selection.rows)
             return out
-        block = max(1, BLOCK_BYTES // (width * cache.shape[2] * cache.element_size()))
-        for begin in range(0, queries, block):
+        block = BLOCK_BYTES // max(width * cache.shape[2] * cache.element_size(), 1) or 1
+        for begin in range(0, len(selection.rows), block):
             rows = selection.rows[begin : begin + block]
             slots = rows.clamp(min=0).flatten() + self.first_slot
             address = physical_index(segment.block_table, slots, cache.shape[1])
@@ -118,44 +117,32 @@ class Mla:
         )
 
 
-def dense_attention(q: Tensor, latents: Tensor, first: int) -> Tensor:
-    """Causal attention of rows first, first + 1, ... over latents [first + queries, kv_lora_rank].
-
-    q [queries, heads, kv_lora_rank] -> the same shape. A row below 0 (the MTP layer's empty slot) gives zeros.
-    """
-    queries, heads, width = q.shape
-    scores = (q.reshape(-1, width) @ latents.T).float().view(queries, heads, -1)
-    if queries > 1 or first < 0:
-        row = torch.arange(first, first + queries, device=q.device).unsqueeze(1)
-        hidden = torch.arange(len(latents), device=q.device) > row
-        scores.masked_fill_(hidden.unsqueeze(1), -torch.inf)
-    weights = scores.softmax(-1)
-    if first < 0:
-        weights[:-first] = 0
-    return (weights.to(q.dtype).view(queries * heads, -1) @ latents).view_as(q)
-
-
 def gathered_attention(q: Tensor, latents: Tensor, used: Tensor) -> Tensor:
     """q [queries, heads, kv_lora_rank] over its own latents [queries, width, kv_lora_rank]; used [queries, width]."""
     scores = torch.bmm(q, latents.transpose(1, 2)).float().masked_fill_(~used.unsqueeze(1), -torch.inf)
     return torch.bmm(scores.softmax(-1).to(q.dtype), latents)
 
 
-def masked_attention(q: Tensor, latents: Tensor, rows: Tensor, first: int) -> Tensor:
-    """The same attention as products with every latent that a block of queries can see.
+def prefix_attention(q: Tensor, latents: Tensor, first: int, rows: Tensor | None = None) -> Tensor:
+    """Attention by products with every latent that a block of queries can see, the others hidden.
 
     q [queries, heads, kv_lora_rank] of rows first, first + 1, ...; latents [first + queries, kv_lora_rank];
-    rows [queries, width] int64, -1 = unused.
+    rows [queries, width] int64 selected, -1 = unused; without them a query sees every row up to its own.
     """
     queries, heads, width = q.shape
     out, block = torch.empty_like(q), max(1, BLOCK_BYTES // (4 * heads * len(latents)))
     for begin in range(0, queries, block):
-        part, selected = q[begin : begin + block], rows[begin : begin + block]
-        visible = latents[: first + begin + len(part)]
-        # The column after the last takes the unused entries and is cut off.
-        hidden = torch.ones(len(part), len(visible) + 1, dtype=torch.bool, device=q.device)
-        hidden.scatter_(1, selected.masked_fill(selected < 0, len(visible)), False)
+        part, end = q[begin : begin + block], first + min(begin + block, queries)
+        visible = latents[:end]
+        if rows is None:
+            own = torch.arange(first + begin, end, device=q.device).unsqueeze(1)
+            hidden = torch.arange(end, device=q.device) > own
+        else:
+            selected = rows[begin : begin + block]
+            # The column after the last takes the unused entries and is cut off.
+            hidden = torch.ones(len(part), end + 1, dtype=torch.bool, device=q.device)
+            hidden = hidden.scatter_(1, selected.masked_fill(selected < 0, end), False)[:, :-1]
         scores = (part.reshape(-1, width) @ visible.T).float().view(len(part), heads, -1)
-        weights = scores.masked_fill_(hidden[:, None, :-1], -torch.inf).softmax(-1).to(q.dtype)
-        out[begin : begin + block] = (weights.view(-1, len(visible)) @ visible).view_as(part)
+        weights = scores.masked_fill_(hidden.unsqueeze(1), -torch.inf).softmax(-1).to(q.dtype)
+        out[begin : begin + block] = (weights.view(-1, end) @ visible).view_as(part)
     return out

@@ -4,6 +4,6 @@ import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import torch  # noqa: E402  (reads OMP_NUM_THREADS when imported)
+import torch
 
 torch.set_num_threads(1)

@@ -19,7 +19,7 @@ MXFP8_GROUP = 32  # input columns that share one exponent of an MXFP8 weight
 
 @dataclass(frozen=True)
 class Weight(ABC):
-    """A matrix [out, in] or a stack [experts, out, in]; the first axis of every part is the stack's."""
+    """A matrix [out, in] or a stack [.., out, in] of them; the first axis of every part is the stack's."""
 
     def parts(self) -> tuple[Tensor, ...]:
         """The stored tensors, in field order."""
@@ -44,8 +44,12 @@ class Weight(ABC):
         """Where the parts live."""
         return self.parts()[0].device
 
-    def select(self, index: Tensor | slice | int) -> Self:
-        """Matrices of a stack: int64 [k] gives a stack of k, a slice or an int a view."""
+    def grouped(self, size: int) -> Self:
+        """A stack [n, out, in] seen as [n / size, size, out, in]."""
+        return type(self)(*(part.unflatten(0, (-1, size)) for part in self.parts()))
+
+    def select(self, index: Tensor | int) -> Self:
+        """Along the first axis of a stack: int64 [k] gives a stack of k (a copy), an int the entry (a view)."""
         if isinstance(index, Tensor):
             return type(self)(*(part.index_select(0, index) for part in self.parts()))
         return type(self)(*(part[index] for part in self.parts()))

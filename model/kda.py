@@ -138,11 +138,12 @@ def depthwise_causal_conv(window: Tensor, taps: Tensor) -> Tensor:
 
 def recurrence_step(inputs: KdaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token of each of n requests. inputs [n, heads, ...], state [n, heads, key, value] -> (out, new state)."""
-    state = state * inputs.g.exp().unsqueeze(-1)
-    k = inputs.k.unsqueeze(-2)
-    delta = (inputs.v.unsqueeze(-2) - k @ state) * inputs.beta[..., None, None]
-    state = state + k.transpose(-1, -2) * delta
-    return (inputs.q.unsqueeze(-2) @ state).squeeze(-2), state
+    n, heads, key = inputs.k.shape
+    q, k, v = (x.flatten(0, 1).unsqueeze(1) for x in (inputs.q, inputs.k, inputs.v))  # [n * heads, 1, width]
+    state = (state * inputs.g.exp().unsqueeze(3)).flatten(0, 1)
+    delta = torch.baddbmm(v, k, state, alpha=-1).mul_(inputs.beta.reshape(-1, 1, 1))
+    state = torch.baddbmm(state, k.transpose(1, 2), delta)
+    return torch.bmm(q, state).view(n, heads, -1), state.view(n, heads, key, -1)
 
 
 def recurrence(inputs: KdaInputs, state: Tensor) -> tuple[Tensor, Tensor]:

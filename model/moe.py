@@ -69,7 +69,7 @@ class Moe:
     def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype) -> None:
         self.router = Router(tree, config, dtype)
         self.shared = Mlp(tree.at("shared_experts"), config, dtype)
-        # [2 * experts, intermediate, hidden], gate and up of an expert side by side, each with its own scales
+        # [experts, 2, intermediate, hidden]: gate and up of an expert side by side, each with its own scales
         self.gate_up, self.down = tree.experts("gate_proj", "up_proj"), tree.experts("down_proj")
         self.limit, self.dtype = config.swiglu_limit, dtype
 
@@ -83,8 +83,7 @@ class Moe:
 
     def _one_token(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """One row: its `top_k` experts [top_k] as one batched product."""
-        halves = torch.stack([2 * experts, 2 * experts + 1], dim=1).flatten()
-        gate_up = self.gate_up.select(halves).expand(self.dtype).flatten(0, 1)
+        gate_up = self.gate_up.select(experts).expand(self.dtype).flatten(0, 2)
         gate, up = functional.linear(x, gate_up).view(len(experts), 2, 1, -1).unbind(1)
         down = self.down.select(experts).expand(self.dtype)
         outputs = torch.bmm(clamped_swiglu(gate, up, self.limit), down.transpose(1, 2))
@@ -101,8 +100,9 @@ class Moe:
         for expert, count in zip(hit.tolist(), counts.tolist(), strict=True):
             rows = tokens[begin : begin + count]
             padded = functional.pad(x[rows], (0, 0, 0, -count % ROW_PADDING))
-            gate_up, down = self.gate_up.select(slice(2 * expert, 2 * expert + 2)), self.down.select(expert)
-            result = swiglu_mlp(padded, gate_up, down, self.limit)[:count]
+            result = swiglu_mlp(padded, self.gate_up.select(expert), self.down.select(expert), self.limit)[
+                :count
+            ]
             out.index_add_(0, rows, result.float() * pair_weights[begin : begin + count])
             begin += count
         return out

@@ -4,6 +4,8 @@ Two epsilons exist side by side: `rms_norm_eps` (1e-5) in every RMS norm, 1e-6 i
 in the l2 norm of KDA's q and k. They are not interchangeable.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -11,16 +13,16 @@ INDEXER_LAYER_NORM_EPS = 1e-6
 L2_NORM_EPS = 1e-6
 
 
-def mean_square(x: Tensor) -> Tensor:
-    """x [..., width] float32 -> [..., 1]; by the vector norm, which reads x once and stores nothing its size."""
-    norm: Tensor = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.square_().div_(x.shape[-1])
+def root_mean_square(x: Tensor, eps: float) -> Tensor:
+    """x [..., width] float32 -> sqrt(mean(x^2) + eps), [..., 1]; reads x once and stores nothing its size."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).mul_(x.shape[-1] ** -0.5)
+    return torch.hypot(norm, _scalar(eps**0.5, x.device))
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x [..., width], weight [width] float32 -> [..., width] float32: weight * x / sqrt(mean(x^2) + eps)."""
     x = x.float()
-    return (x * torch.rsqrt(mean_square(x).add_(eps))).mul_(weight)
+    return (x / root_mean_square(x, eps)).mul_(weight)
 
 
 def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
@@ -30,4 +32,10 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
 
 def l2_norm(x: Tensor) -> Tensor:
     """x [..., width] float32 -> x / sqrt(sum(x^2) + 1e-6) over the last axis."""
-    return x * torch.rsqrt(torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(L2_NORM_EPS))
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x / torch.hypot(norm, _scalar(L2_NORM_EPS**0.5, x.device))
+
+
+@functools.cache
+def _scalar(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, device=device)

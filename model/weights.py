@@ -155,11 +155,12 @@ class WeightTree:
         return WEIGHT_CLASSES[first.format](*stacks)
 
     def experts(self, *projections: str) -> Weight:
-        """Routed experts' projections, expert by expert: [experts * len(projections), out, in]."""
+        """Routed experts' projections: [experts, out, in], or [experts, len(projections), out, in] for several."""
         names: list[str] = []
         while self.has(f"experts.{len(names) // len(projections)}.{projections[0]}"):
             names += [f"experts.{len(names) // len(projections)}.{name}" for name in projections]
-        return self.stack(names)
+        stack = self.stack(names)
+        return stack if len(projections) == 1 else stack.grouped(len(projections))
 
     def finish(self) -> None:
         """Raise WeightError unless every parameter was taken exactly once."""

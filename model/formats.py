@@ -66,7 +66,7 @@ class PlainWeight(Weight):
         return tuple(self.tensor.shape)
 
     def expand(self, dtype: torch.dtype) -> Tensor:
-        return self.tensor.to(dtype)
+        return self.tensor if self.tensor.dtype == dtype else self.tensor.to(dtype)
 
 
 @dataclass(frozen=True)
@@ -115,4 +115,5 @@ class Nvfp4Weight(Weight):
         return (*self.codes.shape[:-1], 2 * self.codes.shape[-1])
 
     def expand(self, dtype: torch.dtype) -> Tensor:
-        return nvfp4.dequantize(self.codes, self.block_scale, self.tensor_scale).to(dtype)
+        values = nvfp4.dequantize(self.codes, self.block_scale, self.tensor_scale)
+        return values if dtype == torch.float32 else values.to(dtype)

@@ -52,6 +52,9 @@ class KdaInputs:
     beta: Tensor  # [num_tokens, heads]
 
     def rows(self, index: slice | Tensor) -> "KdaInputs":
+        """The inputs of some rows; of all of them, itself."""
+        if index == slice(0, len(self.q)):
+            return self
         return KdaInputs(self.q[index], self.k[index], self.v[index], self.g[index], self.beta[index])
 
 
@@ -82,39 +85,39 @@ class Kda:
         # Rounded before use, so that a row means the same inside a chunk and carried across a boundary.
         qkv = self.qkv_proj(x).to(state.conv.dtype)
         inputs = self._inputs(self._convolve(qkv, batch, state.conv), f_a, b)
-        out = torch.empty_like(inputs.v)
-        singles = batch.single_rows
+        parts, singles = [], batch.single_rows
         if singles is not None:
-            stepped = recurrence_step(inputs.rows(singles.rows), singles.carried(state.matrix))
-            out[singles.rows], state.matrix[singles.slots] = stepped
+            carried = singles.carried(state.matrix)
+            stepped, state.matrix[singles.slots] = recurrence_step(inputs.rows(singles.rows), carried)
+            parts.append((singles.rows, stepped))
         for segment in batch.multi_row_segments:
-            out[segment.rows] = self._run_segment(inputs.rows(segment.rows), segment, state)
+            parts.append((segment.rows, self._run_segment(inputs.rows(segment.rows), segment, state)))
+        out = in_row_order(parts, len(x))
         gate = self.g_b_proj(g_a).float().sigmoid().view_as(out)
         return self.o_proj((rms_norm(out, self.o_norm, self.rms_eps) * gate).flatten(1))
 
     def _convolve(self, qkv: Tensor, batch: Batch, history: Tensor) -> Tensor:
         """Causal depthwise convolution and SiLU; qkv [num_tokens, 3 * width] -> float32. Advances `history`."""
-        out = torch.empty(qkv.shape, dtype=torch.float32, device=qkv.device)
-        singles = batch.single_rows
+        parts, singles = [], batch.single_rows
         if singles is not None:
             window = torch.cat([singles.carried(history), qkv[singles.rows].unsqueeze(1)], dim=1)
-            out[singles.rows] = (window.float() * self.conv_taps).sum(1)
+            parts.append((singles.rows, (window.float() * self.conv_taps).sum(1)))
             history[singles.slots] = window[:, 1:]
         kept = history.shape[1]
         for segment in batch.multi_row_segments:
             before = history[segment.slot] if segment.start else torch.zeros_like(history[0])
             window = torch.cat([before, qkv[segment.rows]])
-            out[segment.rows] = depthwise_causal_conv(window.float(), self.conv_taps)
+            parts.append((segment.rows, depthwise_causal_conv(window.float(), self.conv_taps)))
             for export in segment.exports:
                 history[export.slot] = window[export.num_tokens : export.num_tokens + kept]
             history[segment.slot] = window[segment.num_tokens :]
-        return functional.silu(out, inplace=True)
+        return functional.silu(in_row_order(parts, len(qkv)), inplace=True)
 
     def _inputs(self, qkv: Tensor, f_a: Tensor, b: Tensor) -> KdaInputs:
         qkv = qkv.view(len(qkv), 3, self.heads, self.head_dim)
         q, k = l2_norm(qkv[:, :2]).unbind(1)
-        rate = self.f_b_proj(f_a).float().view(-1, self.heads, self.head_dim) + self.dt_bias
-        g = self.gate_lower_bound * torch.sigmoid(self.decay_rate * rate)
+        rate = self.f_b_proj(f_a).float().view(-1, self.heads, self.head_dim)
+        g = (rate + self.dt_bias).mul_(self.decay_rate).sigmoid_().mul_(self.gate_lower_bound)
         return KdaInputs(q * self.head_dim**-0.5, k, qkv[:, 2], g, b.float().sigmoid())
 
     def _run_segment(self, inputs: KdaInputs, segment: Segment, state: KdaState) -> Tensor:
@@ -125,6 +128,17 @@ class Kda:
             state.matrix[slot] = states[num_tokens]
         state.matrix[segment.slot] = states[segment.num_tokens]
         return out
+
+
+def in_row_order(parts: list[tuple[slice | Tensor, Tensor]], num_rows: int) -> Tensor:
+    """Results of disjoint sets of rows, put together as [num_rows, ...]."""
+    if len(parts) == 1:
+        return parts[0][1]
+    first = parts[0][1]
+    out = first.new_empty(num_rows, *first.shape[1:])
+    for rows, part in parts:
+        out[rows] = part
+    return out
 
 
 def depthwise_causal_conv(window: Tensor, taps: Tensor) -> Tensor:

@@ -33,7 +33,8 @@ class Linear:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x [..., in] of any float dtype -> [..., out] in `self.dtype`."""
-        return functional.linear(x.to(self.dtype), self.weight.expand(self.dtype))
+        x = x if x.dtype == self.dtype else x.to(self.dtype)
+        return functional.linear(x, self.weight.expand(self.dtype))
 
     def in_float32(self, x: Tensor) -> Tensor:
         """The same product in float32, for router logits and index head weights (near ties flip otherwise)."""

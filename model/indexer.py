@@ -25,7 +25,7 @@ from model.linear import Linear
 from model.norms import layer_norm
 from model.weights import WeightTree
 
-SCORE_BLOCK_BYTES = 4 << 20  # of one intermediate; small enough to stay in a CPU's cache
+SCORE_BLOCK_BYTES = 2 << 20  # of one intermediate; small enough to stay in a CPU's cache
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from model.linear import Linear
 from model.norms import rms_norm
 from model.weights import WeightTree
 
-BLOCK_BYTES = 4 << 20  # of gathered latents, or of scores, at a time
+BLOCK_BYTES = 1 << 20  # of gathered latents, or of scores, at a time
 # Several queries over a context of up to this many selections are cheaper as products with every row.
 MASKED_WIDTHS = 12
 

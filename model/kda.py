@@ -193,12 +193,13 @@ def chunked(
     update, absorbed = solved.split([v.shape[3], k.shape[3]], dim=3)
     scores = (q_in @ k_over).tril_()
     out, states = torch.empty_like(v), {}
-    for chunk in range(len(v)):
-        delta = torch.baddbmm(update[chunk], absorbed[chunk], state, alpha=-1)
-        torch.baddbmm(scores[chunk] @ delta, q_in[chunk], state, out=out[chunk])
-        state = torch.baddbmm(keep[chunk] * state, k_to_end[chunk], delta)
-        if (end := (chunk + 1) * CHUNK_TOKENS) in boundaries:
-            states[end] = state
+    steps = zip(*(x.unbind() for x in (update, absorbed, scores, q_in, keep, k_to_end, out)), strict=True)
+    for end, (u, w, p, q_c, keep_c, k_c, out_c) in enumerate(steps, start=1):
+        delta = torch.baddbmm(u, w, state, alpha=-1)
+        torch.baddbmm(p @ delta, q_c, state, out=out_c)
+        state = torch.baddbmm(keep_c * state, k_c, delta)
+        if end * CHUNK_TOKENS in boundaries:
+            states[end * CHUNK_TOKENS] = state
     states[num_tokens] = state
     return out.transpose(1, 2).flatten(0, 1)[:num_tokens], states
 

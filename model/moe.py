@@ -93,7 +93,7 @@ class Moe:
         """Many rows: one expert expanded at a time, its rows together, sums in expert order."""
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
         order = experts.flatten().sort(stable=True)
-        tokens = order.indices // experts.shape[1]
+        tokens = functional.pad(order.indices // experts.shape[1], (0, ROW_PADDING))
         pair_weights = weights.flatten()[order.indices].unsqueeze(1)
         hit, counts = order.values.unique_consecutive(return_counts=True)
         begin = 0

@@ -1,0 +1,315 @@
+"""When a recurrent state is kept, exported, published and reused, under chunked prefill with speculation.
+
+**The problem.** A prefix cache for attention is easy: if tokens 0..m-1 are cached, so is every shorter prefix.
+A KDA layer instead carries one matrix, overwritten token by token. `state@m`, the state after exactly m tokens,
+says nothing about any other position, so a prefix of m tokens can be reused only if somebody kept `state@m`: a
+*checkpoint*. States are large (about 5,500 tokens' worth of attention cache), so they are kept at few
+positions, all multiples of the block size B: *boundaries*.
+
+**Words.** A forward runs a *chunk*, tokens start .. end - 1, and leaves the state at its end. A kernel that can
+*export* also hands out states at boundaries inside. A state that is kept is a *checkpoint*; it is *published*
+when a lookup of another request may find it, in the commit after the forward that wrote it. P is the prompt's
+length, N the number of known tokens (more than P when a preempted request replays its output), and prefill ends
+at `finish` = max(P, N - 1). floor(x) is the largest boundary not above x.
+
+**A policy is three values.**
+
+1. *Retention*: which boundaries deserve a slot.
+
+   | value | boundary |
+   |---|---|
+   | `resend` | floor(P - 1) - dropped: where the same prompt, sent again, looks (its last token is always run) |
+   | `extend` | floor(P - ahead) - dropped: where a longer prompt that begins with this one looks |
+   | `junction` | the end of the attention match of this request's own lookup, if no state was there |
+   | `progress` | floor(end) of a chunk that does not finish prefill; rolling, dropped when prefill completes |
+   | `decode` | the newest boundary above the prompt that verified tokens reached; rolling |
+   | `chunk-ends` | every chunk end on a boundary; if the kernel cannot export also the stop floor(N) - dropped |
+   | `crossed` | the last boundary below a chunk's end, by export |
+   | `all` | every boundary |
+
+   A *rolling* checkpoint is private and replaced by the next one; it is published when its request leaves (finished,
+   preempted or cancelled).
+
+2. *Capability* of the kernel: how many states a forward exports (0, 1, many; each a multiple of 16 from the chunk's
+   start), and whether a chunk that does not finish prefill may end inside a block.
+
+3. *Filing* of draft rows. The draft layer pairs the hidden state of token p-1 with token p. Filed under the token
+   (`token`), a row depends only on tokens up to its own slot: *what is cached under a key is a function of the
+   tokens the key covers*. That is the law, and why the draft layer's cache does not stand in the way of any hit.
+   Filed under the hidden state's position, a block's last row depends on a token outside of the block, and a
+   guard is needed: `drop` (a lookup gives up its last matching block: `dropped` = B), `key` (keys cover one more
+   token: `ahead` = 1), `tag` (draft pages record that token: `ahead` = 1), or `off` (measure what it costs).
+
+**The chunk end is derived, not chosen**: as far as the budget allows, such that every retained boundary inside the
+chunk is exported, or is its end. A boundary that is wanted and cannot be exported costs a forward.
+
+**A hit, a chunk boundary and a resume are one operation**: restore `state@m`, continue as after a chunk that ended
+at m. Example, P = 32,320, budget 4,096, cold: seven chunks of 4,096 reach 28,672. `generic` (no export, B 512) stops
+at 31,744 = floor(P) - 512 and needs a ninth forward for the tail; a resend hits 31,744. `ours` (any export, B 64)
+takes the 3,648 tokens at once, exports 32,256 = floor(P - 1) on the way and ends on 32,320 = floor(P).
+"""
+
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, get_args
+
+Retention = Literal["resend", "extend", "junction", "progress", "decode", "chunk-ends", "crossed", "all"]
+Filing = Literal["token", "drop", "key", "tag", "off"]
+
+MANY = 1 << 30  # exports of a kernel without a limit
+# The architecture whose draft layer keeps attention-only state of its own, pointwise in (hidden, token).
+DECLARED_DRAFT_ARCHITECTURE = "Glm5NextMTPModel"
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What a forward can do, as the model's ops report it."""
+
+    exports: int = MANY
+    export_grid: int = 16  # exports lie a multiple of this many tokens from the chunk's start
+    free_chunk_ends: bool = True
+
+
+@dataclass(frozen=True)
+class Prefill:
+    """The numbers of one request that the policy reads, in tokens. `junctions` come from its own lookup."""
+
+    prompt: int
+    known: int
+    junctions: tuple[int, ...] = ()
+
+    @property
+    def finish(self) -> int:
+        """Where prefill ends; from here on every forward samples."""
+        return max(self.prompt, self.known - 1)
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """The policy's answer for one forward: where it ends, what it exports on the way, and what becomes of the
+    states at `exports` and at `end`: `publishes` others may find, `rolling` is kept privately. `reason` is why
+    it ends there."""
+
+    end: int
+    exports: tuple[int, ...] = ()
+    publishes: tuple[int, ...] = ()
+    rolling: int | None = None
+    reason: str = ""
+
+
+@dataclass(frozen=True)
+class Reuse:
+    """What a lookup may skip: computing restarts at `state_at`; cached attention is valid to `attention_to`, so the
+    tokens between are run against shared pages and write none of them."""
+
+    state_at: int
+    attention_to: int
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Retention, capability and filing for blocks of `block_size` tokens; `drafting`: a draft layer is in use."""
+
+    name: str
+    block_size: int
+    retain: frozenset[Retention]
+    capability: Capability
+    filing: Filing
+    drafting: bool = True
+    # Where release 0.33 of vLLM differs: it exports one state, its stop, and only in the chunk that finishes.
+    export_at_finish_only: bool = False
+    # Public schedulers take the stop from the known tokens, which a replay makes more than the prompt.
+    stop_from_known: bool = False
+
+    @property
+    def dropped(self) -> int:
+        """Tokens that a lookup gives up behind its attention match."""
+        return self.block_size if self.drafting and self.filing == "drop" else 0
+
+    @property
+    def ahead(self) -> int:
+        """Tokens beyond a block that its key or tag needs to know."""
+        return int(self.drafting and self.filing in ("key", "tag"))
+
+    def floor(self, position: int) -> int:
+        """The last boundary at or below a position; 0 below the first."""
+        return max(position, 0) // self.block_size * self.block_size
+
+    def chunk(
+        self, start: int, room: int, request: Prefill, largest: int, denied: Collection[int] = ()
+    ) -> Chunk:
+        """The next forward of a request that has computed `start` tokens.
+
+        `room`: tokens left for it in this step. `largest`: the most any step could give it, so that waiting
+        helps if and only if `room` < `largest`. `denied`: boundaries for which no slot is free. `end` == `start`
+        means: wait for a step with more room.
+        """
+        end, finish, reason = start + min(room, request.known - start), request.finish, "budget"
+        if start >= finish:
+            # States of a sampling step come from its verification: see decode_boundary.
+            return Chunk(end, reason="decode")
+        if end >= finish:
+            reason = "end of prompt" if end == request.prompt else "end of known tokens"
+        else:
+            unit = self.capability.export_grid if self.capability.free_chunk_ends else self.block_size
+            aligned = end // unit * unit
+            # A unit wider than any chunk is crossed in pieces.
+            if aligned > start or unit <= largest:
+                reason = reason if aligned == end else f"aligned to {unit}"
+                end = aligned
+        if not self.capability.free_chunk_ends and start % self.block_size:
+            realigned = self.floor(start) + self.block_size
+            if realigned < end:
+                end, reason = realigned, "re-aligned to the block"
+        if end <= start:
+            return Chunk(start, reason=f"waits: {room} tokens are less than one step of {unit}")
+        wanted = [m for m in self.retained(start, end, request) if m not in denied]
+        for m in wanted:
+            if m < end and not self._exportable(m, start, end, request, wanted):
+                end, reason = m, f"stopped at {m:,}: retained, kernel exports {self._exports_text()}"
+        return self._settled(start, end, request, denied, reason)
+
+    def retained(self, start: int, end: int, request: Prefill) -> list[int]:
+        """Boundaries in (start, end] that deserve a slot, ascending."""
+        points = set(self.fixed_points(request, stop=True))
+        if "all" in self.retain:
+            points.update(range(self.floor(start) + self.block_size, end + 1, self.block_size))
+        points.add(self._newest(end, request) or 0)
+        return sorted(m for m in points if start < m <= end)
+
+    def fixed_points(self, request: Prefill, *, stop: bool = False) -> set[int]:
+        """The boundaries that depend on the request alone: those to publish, or (`stop`) those to end or export at."""
+        points = set(request.junctions) if "junction" in self.retain else set()
+        if "resend" in self.retain:
+            last = request.known if stop and self.stop_from_known else request.prompt
+            points.add(self.floor(last - 1) - self.dropped)
+        if "extend" in self.retain:
+            points.add(self.floor(request.prompt - self.ahead) - self.dropped)
+        if stop and "chunk-ends" in self.retain and not self.capability.exports:
+            points.add(self.floor(request.known) - self.dropped)
+        return {m for m in points if m > 0}
+
+    def reuse(self, num_tokens: int, matched: int, states: Iterable[int]) -> Reuse:
+        """What a request of `num_tokens` known tokens may skip, when the index matched pages of its first
+        `matched` tokens in every attention group in use and holds complete checkpoints at `states`."""
+        attention_to = max(self.floor(min(num_tokens - 1, matched)) - self.dropped, 0)
+        return Reuse(max((m for m in states if m <= attention_to), default=0), attention_to)
+
+    def publishable(self, verified: int, known: int) -> int:
+        """How many tokens' worth of full blocks may be published: verified, and the token their key or tag needs
+        is known."""
+        return self.floor(min(verified, known - self.ahead))
+
+    def _newest(self, end: int, request: Prefill) -> int | None:
+        """The boundary that moves with the end of the chunk, if a retention asks for one."""
+        kind: Retention | None = (
+            "progress" if end < request.finish else "decode" if end > request.prompt else None
+        )
+        aligned_end = "chunk-ends" in self.retain and end % self.block_size == 0
+        return self.floor(end) if aligned_end or {"crossed", kind} & self.retain else None
+
+    def _exportable(self, m: int, start: int, end: int, request: Prefill, wanted: list[int]) -> bool:
+        on_grid = (m - start) % self.capability.export_grid == 0
+        if self.export_at_finish_only:
+            return (
+                on_grid
+                and end >= request.finish
+                and m not in request.junctions
+                and self.capability.exports > 0
+            )
+        # Exports are handed out from the chunk's start.
+        return on_grid and wanted.index(m) < self.capability.exports
+
+    def _settled(self, start: int, end: int, request: Prefill, denied: Collection[int], reason: str) -> Chunk:
+        """The chunk with its end decided: everything wanted below the end is exported."""
+        wanted = [m for m in self.retained(start, end, request) if m not in denied]
+        newest = self._newest(end, request)
+        rolling = newest if newest in wanted and not {"chunk-ends", "crossed", "all"} & self.retain else None
+        fixed = self.fixed_points(request)
+        everything = {"chunk-ends", "all"} & self.retain
+        publishes = tuple(m for m in wanted if everything or m in fixed)
+        exports = tuple(m for m in wanted if m < end)
+        return Chunk(end, exports, publishes, None if rolling in publishes else rolling, reason)
+
+    def decode_boundary(self, start: int, verified: int) -> tuple[int | None, bool]:
+        """The newest boundary that verified tokens crossed in a decode step, if it is kept, and whether it is
+        published at once (else it is rolling)."""
+        boundary = self.floor(verified)
+        at_once = bool({"chunk-ends", "all"} & self.retain)
+        kept = boundary > start and (at_once or "decode" in self.retain)
+        return (boundary if kept else None), at_once
+
+    def _exports_text(self) -> str:
+        return "many" if self.capability.exports >= MANY else str(self.capability.exports)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A named policy before block size and drafter are known."""
+
+    retain: tuple[Retention, ...]
+    exports: int
+    free_chunk_ends: bool
+    filing: Filing
+    block_size: int = 512
+    export_at_finish_only: bool = False
+    stop_from_known: bool = True
+
+
+PRESETS: Mapping[str, Preset] = {
+    "generic": Preset(("chunk-ends",), 0, False, "drop"),
+    "seed": Preset(("chunk-ends", "crossed"), 1, False, "drop"),
+    "vllm-0.33": Preset(("resend", "junction"), 1, False, "key", export_at_finish_only=True),
+    "ours": Preset(
+        ("resend", "extend", "junction", "progress", "decode"), MANY, True, "token", 64, False, False
+    ),
+    "none": Preset((), MANY, True, "off", 64, False, False),
+}
+
+
+def make_policy(
+    preset: str,
+    capability: Capability,
+    *,
+    draft_architecture: str | None,
+    block_size: int | None = None,
+    retain: Iterable[str] | None = None,
+    filing: str | None = None,
+) -> Policy:
+    """A preset under a kernel's capability (which masks the preset's wishes, never the reverse) and a drafter.
+
+    `draft_architecture` None: no drafter; filing then has no effect. A drafter that does not declare independent,
+    attention-only draft state turns `seed` into `generic` and may not use `token` filing. ValueError on unknown names.
+    """
+    if preset not in PRESETS:
+        raise ValueError(f"policy is {preset!r}, expected one of {', '.join(PRESETS)}")
+    declared = draft_architecture in (None, DECLARED_DRAFT_ARCHITECTURE)
+    base = PRESETS["generic" if preset == "seed" and not (declared and capability.exports) else preset]
+    retentions, chosen = tuple(base.retain if retain is None else retain), filing or base.filing
+    unknown = sorted(set(retentions) - set(get_args(Retention)))
+    if unknown:
+        raise ValueError(
+            f"retention {unknown[0]!r} is unknown, expected any of {', '.join(get_args(Retention))}"
+        )
+    if chosen not in get_args(Filing):
+        raise ValueError(f"draft filing is {chosen!r}, expected one of {', '.join(get_args(Filing))}")
+    if chosen == "token" and not declared:
+        raise ValueError(
+            f"draft filing 'token' needs a drafter whose rows are pointwise in (hidden, token); {draft_architecture}"
+            " does not declare that: use drop, key or tag"
+        )
+    masked = replace(
+        capability,
+        exports=min(capability.exports, base.exports),
+        free_chunk_ends=capability.free_chunk_ends and base.free_chunk_ends,
+    )
+    return Policy(
+        name=preset,
+        block_size=block_size or base.block_size,
+        retain=frozenset(retentions),  # type: ignore[arg-type]  # checked above
+        capability=masked,
+        filing=chosen,  # type: ignore[arg-type]
+        drafting=draft_architecture is not None,
+        export_at_finish_only=base.export_at_finish_only,
+        stop_from_known=base.stop_from_known,
+    )

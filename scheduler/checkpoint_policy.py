@@ -191,9 +191,9 @@ class Policy:
 
     def reuse(self, num_tokens: int, matched: int, states: Iterable[int]) -> Reuse:
         """What a request of `num_tokens` known tokens may skip, when the index matched pages of its first
-        `matched` tokens in every attention group in use and holds complete checkpoints at `states`."""
+        `matched` tokens in every attention group in use and holds complete checkpoints at `states`, deepest first."""
         attention_to = max(self.floor(min(num_tokens - 1, matched)) - self.dropped, 0)
-        return Reuse(max((m for m in states if m <= attention_to), default=0), attention_to)
+        return Reuse(next((m for m in states if m <= attention_to), 0), attention_to)
 
     def publishable(self, verified: int, known: int) -> int:
         """How many tokens' worth of full blocks may be published: verified, and the token their key or tag needs

@@ -43,6 +43,11 @@ class BlockManager:
             matched += self.block_size
         return self.policy.reuse(request.num_known_tokens, matched, self._states(keys, matched))
 
+    def checkpoints(self, request: Request) -> list[int]:
+        """Boundaries of the request's known tokens that hold a complete published checkpoint, ascending."""
+        keys = self._keys(request)
+        return sorted(self._states(keys, len(keys) * self.block_size))
+
     def _tag_matches(self, request: Request, key: bytes, start: int) -> bool:
         """Filing `tag`: whether the draft page's last row was made with this request's next token."""
         if self.policy.filing != "tag" or not self.policy.drafting:
@@ -82,7 +87,7 @@ class BlockManager:
             self._keys(request).at(p) for p in range(self.block_size, reuse.attention_to + 1, self.block_size)
         ]
         request.tables = [[self._share(group, key) for key in shared] for group in self.groups]
-        request.num_computed_tokens = reuse.state_at
+        request.num_computed_tokens = max(reuse.state_at, request.num_external_tokens)
         request.write_from = reuse.attention_to
         request.num_published_blocks = len(shared)
         request.junctions = (reuse.attention_to,) if reuse.attention_to > reuse.state_at else ()

@@ -28,6 +28,7 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     score_prompt: bool = False  # report the log-probability of every prompt token but the first
     salt: bytes = b""  # requests of different salts never share cached content
+    num_external_tokens: int = 0  # rows and state of the first tokens come from an external store
     output: list[int] = field(default_factory=list)
     status: Status = "waiting"
     num_computed_tokens: int = 0  # tokens whose cache rows and recurrent state exist

@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 COMMANDS_DIRECTORY = Path(__file__).resolve().parent / "engine" / "commands"
-COMMANDS = ("generate", "eval", "inspect", "quantize", "bench", "trace")
+COMMANDS = ("generate", "eval", "inspect", "quantize", "bench", "trace", "ablate")
 EXAMPLES = """examples:
   python cli.py generate "It is a truth universally acknowledged"
   python cli.py inspect model/embedded"""

@@ -229,6 +229,8 @@ class Policy:
         everything = {"chunk-ends", "all"} & self.retain
         publishes = tuple(m for m in wanted if everything or m in fixed)
         exports = tuple(m for m in wanted if m < end)
+        if exports and end >= request.finish:
+            reason = "tail joined"
         return Chunk(end, exports, publishes, None if rolling in publishes else rolling, reason)
 
     def decode_boundary(self, start: int, verified: int) -> tuple[int | None, bool]:

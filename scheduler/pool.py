@@ -34,6 +34,11 @@ class Pool:
         """Places that `allocate` could hand out: free and idle."""
         return len(self._free) + len(self._idle)
 
+    @property
+    def num_keyed(self) -> int:
+        """Places that a lookup can find."""
+        return len(self._key_of)
+
     def find(self, key: Key) -> int | None:
         """The place under a key; looking does not change its age."""
         return self._place_of.get(key)

@@ -129,10 +129,12 @@ class BlockManager:
                 self._publish(request, checkpoint, checkpoint.position in publishes)
         request.reserved = []
 
-    def drop_rolling(self, request: Request) -> None:
-        """Prefill is complete: its own reuse points are at or above the rolling checkpoint."""
-        self._release(request.rolling)
-        request.rolling = None
+    def end_prefill(self, request: Request) -> None:
+        """Prefill is complete: the prompt's reuse points are at or above a rolling checkpoint inside it."""
+        rolling = request.rolling
+        if rolling and not self.policy.outlasts_prefill(rolling.position, len(request.prompt)):
+            self._release(rolling)
+            request.rolling = None
 
     def leave(self, request: Request) -> None:
         """The request finishes, is preempted or cancelled: publish its rolling checkpoint and verified full pages,
@@ -152,8 +154,11 @@ class BlockManager:
         request.recurrent_slot = request.companion_slot = None
         request.num_computed_tokens = request.num_published_blocks = request.write_from = 0
 
-    def reset_cache(self) -> None:
-        """Forget everything published. Running requests keep what they hold, and their rolling checkpoints."""
+    def reset_cache(self, running: Iterable[Request]) -> None:
+        """Forget everything published and every rolling checkpoint. Running requests keep what they compute with."""
+        for request in running:
+            self._release(request.rolling)
+            request.rolling = None
         for pool in self._pools():
             pool.evict_all()
 

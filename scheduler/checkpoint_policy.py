@@ -241,6 +241,10 @@ class Policy:
         kept = boundary > start and (at_once or "decode" in self.retain)
         return (boundary if kept else None), at_once
 
+    def outlasts_prefill(self, boundary: int, prompt: int) -> bool:
+        """Whether a rolling checkpoint stays when prefill completes: the newest decode boundary of a replay does."""
+        return "decode" in self.retain and boundary > prompt
+
     def _exports_text(self) -> str:
         return "many" if self.capability.exports >= MANY else str(self.capability.exports)
 

@@ -232,6 +232,11 @@ class Scheduler:
             request = by_id.get(chunk.request_id)
             if request is None or request.num_computed_tokens != chunk.start:
                 continue
+            if (message := result.errors.get(request.request_id)) is not None:
+                # Its forward publishes nothing.
+                advances.append(Advance(request, finish_reason="error", message=message))
+                self.finish(request, "error")
+                continue
             completes = (
                 not chunk.decodes
                 and chunk.end >= Prefill(len(request.prompt), request.num_known_tokens).finish
@@ -239,7 +244,7 @@ class Scheduler:
             request.num_computed_tokens = chunk.end
             advance = self._advance(request, result)
             if completes and chunk.rolling is None:
-                self.blocks.drop_rolling(request)
+                self.blocks.end_prefill(request)
             self.blocks.commit(request, chunk.publishes, chunk.rolling)
             if advance.finish_reason is not None:
                 self.finish(request, advance.finish_reason)
@@ -249,8 +254,6 @@ class Scheduler:
         return advances
 
     def _advance(self, request: Request, result: StepResult) -> Advance:
-        if (message := result.errors.get(request.request_id)) is not None:
-            return Advance(request, finish_reason="error", message=message)
         token = result.tokens.get(request.request_id)
         if token is None:
             done = request.max_tokens == 0 and request.num_computed_tokens == len(request.prompt)

@@ -4,7 +4,6 @@ Exit codes: 0 done, 1 the run failed, 2 wrong use or unusable input, 130 interru
 """
 
 import argparse
-import ast
 import importlib
 import os
 import sys
@@ -19,17 +18,12 @@ EXAMPLES = """examples:
 
 def main(arguments: list[str]) -> int:
     """Run one subcommand; its exit code."""
-    if not arguments or arguments[0] not in COMMANDS:
-        _overview().parse_args(arguments)
-        _overview().error(f"give a command: {', '.join(COMMANDS)}")
-    name = arguments[0]
+    commands = "\n".join(f"  {name:<9} {_summary(name)}" for name in COMMANDS)
+    overview = _parser("", f"mini-glm53: serve GLM-5.3, readably.\n\ncommands:\n{commands}", EXAMPLES)
+    overview.add_argument("command", choices=COMMANDS, help="python cli.py COMMAND --help says more")
+    name = overview.parse_args(arguments[:1]).command
     command = importlib.import_module(f"engine.commands.{name}")
-    parser = argparse.ArgumentParser(
-        prog=f"python cli.py {name}",
-        description=_summary(name),
-        epilog=command.EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = _parser(f" {name}", _summary(name), command.EXAMPLES)
     command.add_arguments(parser)
     try:
         code = int(command.run(parser.parse_args(arguments[1:])))
@@ -37,31 +31,25 @@ def main(arguments: list[str]) -> int:
         return code
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of our output has gone, e.g. `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
     except (ValueError, OSError) as error:
-        if isinstance(error, BrokenPipeError):  # the reader of our output has gone, e.g. `| head`
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 1
         print(f"error: {error}", file=sys.stderr)
         return 2
 
 
-def _overview() -> argparse.ArgumentParser:
-    lines = [f"  {name:<9} {_summary(name)}" for name in COMMANDS]
-    parser = argparse.ArgumentParser(
-        prog="python cli.py",
-        usage="python cli.py COMMAND ...   (python cli.py COMMAND --help)",
-        description="\n".join(["mini-glm53: serve GLM-5.3, readably.", "", "commands:", *lines]),
-        epilog=EXAMPLES,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+def _parser(name: str, description: str, epilog: str) -> argparse.ArgumentParser:
+    layout = argparse.RawDescriptionHelpFormatter
+    return argparse.ArgumentParser(
+        prog=f"python cli.py{name}", description=description, epilog=epilog, formatter_class=layout
     )
-    parser.add_argument("command", nargs="?", choices=COMMANDS, help=argparse.SUPPRESS)
-    return parser
 
 
 def _summary(name: str) -> str:
     """First line of the command's docstring, read without importing it (and torch)."""
     source = (COMMANDS_DIRECTORY / f"{name}.py").read_text(encoding="utf-8")
-    return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    return source.partition("\n")[0].strip('"')
 
 
 if __name__ == "__main__":

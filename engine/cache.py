@@ -3,9 +3,10 @@
 Memory is reserved, not cleared: a request reads only what it wrote, and starts from zero state by its position.
 """
 
+from dataclasses import dataclass
+
 import torch
 
-from engine.memory_plan import CacheShape
 from model.config import Glm5NextConfig
 from model.glm5_next import TrunkCache
 from model.indexer import IndexCache
@@ -13,20 +14,26 @@ from model.kda import KdaState
 from model.mla import MlaCache
 
 
+@dataclass(frozen=True)
+class CacheShape:
+    """Sizes of the cache: pages of `block_size` tokens, recurrent slots, and raw index rows per slot."""
+
+    num_blocks: int
+    block_size: int
+    num_slots: int
+    ring_rows: int
+
+
 def allocate_trunk(
     config: Glm5NextConfig, shape: CacheShape, dtype: torch.dtype, device: torch.device
 ) -> TrunkCache:
     """Pages and slots of every trunk layer. Latents and convolution rows in `dtype`, states in float32."""
-    if shape.block_size % config.index_kpool:
-        raise ValueError(
-            f"block size {shape.block_size} is not a multiple of index_kpool {config.index_kpool}"
-        )
-    heads, head_dim = config.linear_num_heads, config.linear_head_dim
-    conv_rows = config.linear_conv_kernel_dim - 1
+    heads, head_dim, slots = config.linear_num_heads, config.linear_head_dim, shape.num_slots
+    conv_shape = (slots, config.linear_conv_kernel_dim - 1, 3 * config.linear_width)
     kda = {
         layer: KdaState(
-            torch.empty(shape.num_slots, heads, head_dim, head_dim, device=device),
-            torch.empty(shape.num_slots, conv_rows, 3 * config.linear_width, dtype=dtype, device=device),
+            torch.empty(slots, heads, head_dim, head_dim, device=device),
+            torch.empty(conv_shape, dtype=dtype, device=device),
         )
         for layer in config.kda_layers
     }
@@ -37,10 +44,10 @@ def allocate_mla(
     config: Glm5NextConfig, shape: CacheShape, dtype: torch.dtype, device: torch.device
 ) -> MlaCache:
     """Pages and rings of one MLA layer, a trunk layer's or the MTP layer's."""
-    entries, width = shape.block_size // config.index_kpool, config.index_head_dim
-    index = IndexCache(
-        torch.empty(shape.num_blocks, entries, width, dtype=dtype, device=device),
-        torch.empty(shape.num_slots, shape.ring_rows, 2, width, device=device),
-    )
-    latent = torch.empty(shape.num_blocks, shape.block_size, config.kv_lora_rank, dtype=dtype, device=device)
-    return MlaCache(latent, index)
+    blocks, size, pool = shape.num_blocks, shape.block_size, config.index_kpool
+    if size % pool:
+        raise ValueError(f"block size {size} is not a multiple of index_kpool {pool}")
+    pooled = torch.empty(blocks, size // pool, config.index_head_dim, dtype=dtype, device=device)
+    ring = torch.empty(shape.num_slots, shape.ring_rows, 2, config.index_head_dim, device=device)
+    latent = torch.empty(blocks, size, config.kv_lora_rank, dtype=dtype, device=device)
+    return MlaCache(latent, IndexCache(pooled, ring))

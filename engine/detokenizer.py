@@ -9,13 +9,8 @@ four at a time read the same. Chained in this order:
 
 import codecs
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from engine.text import Tokenizer
-
-THINK_START = "<think>"
-THINK_END = "</think>"
+from engine.text import THINK_END, Tokenizer
 
 
 class Detokenizer:
@@ -25,7 +20,7 @@ class Detokenizer:
     becomes one U+FFFD in `finish()`; bytes that can never form a character become U+FFFD at once.
     """
 
-    def __init__(self, tokenizer: "Tokenizer") -> None:
+    def __init__(self, tokenizer: Tokenizer) -> None:
         self._token_bytes = tokenizer.token_bytes
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
@@ -45,9 +40,7 @@ class StopMatcher:
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops = stops
-        self._held = ""
-        self._stopped = False
+        self._stops, self._held, self._stopped = stops, "", False
 
     def push(self, text: str) -> tuple[str, bool]:
         """(text to show, whether a stop string was completed); after a stop nothing more is shown."""
@@ -58,9 +51,8 @@ class StopMatcher:
         if found:
             self._held, self._stopped = "", True
             return text[: min(found)[1]], True
-        shown = len(text) - _partial_length(text, self._stops)
-        self._held = text[shown:]
-        return text[:shown], False
+        shown, self._held = _settled(text, self._stops)
+        return shown, False
 
     def finish(self) -> str:
         """The held text, which turned out to be no stop string."""
@@ -76,8 +68,7 @@ class ReasoningSplitter:
     """
 
     def __init__(self, thinking: bool) -> None:
-        self.thinking = thinking
-        self._held = ""
+        self.thinking, self._held = thinking, ""
 
     def push(self, text: str) -> tuple[str, str]:
         """(reasoning delta, answer delta)."""
@@ -86,10 +77,9 @@ class ReasoningSplitter:
         reasoning, tag, answer = (self._held + text).partition(THINK_END)
         if tag:
             self.thinking, self._held = False, ""
-            return reasoning, answer
-        shown = len(reasoning) - _partial_length(reasoning, (THINK_END,))
-        self._held = reasoning[shown:]
-        return reasoning[:shown], ""
+        else:
+            reasoning, self._held = _settled(reasoning, (THINK_END,))
+        return reasoning, answer
 
     def finish(self) -> tuple[str, str]:
         """(the held beginning of a tag that never came, "")."""
@@ -97,10 +87,9 @@ class ReasoningSplitter:
         return held, ""
 
 
-def _partial_length(text: str, markers: Sequence[str]) -> int:
-    """Length of the longest end of `text`, which holds no whole marker, that begins one."""
-    longest = max((len(marker) - 1 for marker in markers), default=0)
-    for length in range(min(longest, len(text)), 0, -1):
-        if any(marker.startswith(text[-length:]) for marker in markers):
-            return length
-    return 0
+def _settled(text: str, markers: Sequence[str]) -> tuple[str, str]:
+    """`text`, which holds no whole marker, cut before its longest end that begins one."""
+    first = max(len(text) - max(map(len, markers), default=0), 0)
+    cuts = (i for i in range(first, len(text)) if any(marker.startswith(text[i:]) for marker in markers))
+    cut = next(cuts, len(text))
+    return text[:cut], text[cut:]

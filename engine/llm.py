@@ -9,18 +9,17 @@
 
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.cache import allocate_trunk
-from engine.memory_plan import CacheShape, cache_bytes, default_kv_tokens, free_bytes
+from engine.cache import CacheShape, allocate_trunk
+from engine.memory_plan import cache_bytes, default_kv_tokens, require_memory
 from engine.options import DTYPES, EngineOptions
 from engine.output import Delta, Output, Result
 from engine.runner import Runner
-from engine.sampling import SamplingParams, default_sampling
+from engine.sampling import NUM_SEEDS, SamplingParams, default_sampling
 from engine.text import Tokenizer, stop_token_ids
 from model.config import load_config, read_json
 from model.glm5_next import Glm5Next
@@ -51,10 +50,8 @@ class LLM:
         self.options, directory = EngineOptions(**options), Path(model)
         if not directory.is_dir():
             found = "a file" if directory.exists() else "missing"
-            raise ValueError(
-                f"{model} is {found}; expected a directory with config.json and safetensors shards"
-            )
-        self.seed = secrets.randbits(32) if self.options.seed is None else self.options.seed
+            raise ValueError(f"{model} is {found}; expected a directory with config.json and *.safetensors")
+        self.seed = secrets.randbelow(NUM_SEEDS) if self.options.seed is None else self.options.seed
         self.device, self.dtype = torch.device(self.options.device), DTYPES[self.options.dtype]
         self.config = load_config(directory)
         generation_path = directory / "generation_config.json"
@@ -67,90 +64,73 @@ class LLM:
         self._next_id = 0
 
     def _load(self, directory: Path, progress: Progress | None) -> None:
-        tree = self._weight_tree(directory, progress)
-        _require_memory(
-            "the weights need", tree.resident_bytes, self.device, "use a smaller model or another device"
-        )
-        self.model = Glm5Next(tree, self.config, self.dtype, self.device)
+        options, device, dtype = self.options, self.device, self.dtype
         # Random weights stand for a machine's memory: the MTP layer is part of them.
-        self.mtp = Mtp(tree, self.config, self.model) if self._random_mtp else None
+        with_mtp = options.random_weights and self.config.num_nextn_predict_layers > 0
+        tree = self._weight_tree(directory, with_mtp, progress)
+        config, remedy = self.config, "use a smaller model or another device"
+        require_memory("the weights need", tree.resident_bytes, device, remedy)
+        self.model = Glm5Next(tree, config, dtype, device)
+        self.mtp = Mtp(tree, config, self.model) if with_mtp else None
         tree.finish()
-        block_size, slots = self.options.block_size, self.options.max_running_requests
-        kv_tokens = self.options.kv_tokens or default_kv_tokens(self.config, self.dtype, self.device)
-        shape = CacheShape(max(kv_tokens // block_size, 1), block_size, slots, self.config.index_kpool)
-        needed = cache_bytes(self.config, self.dtype, shape)
-        what = f"the cache ({shape.num_blocks} blocks, {slots} slots) needs"
-        _require_memory(what, needed, self.device, "lower kv_tokens or max_running_requests")
-        self.runner = Runner(self.model, allocate_trunk(self.config, shape, self.dtype, self.device))
+        block_size, slots = options.block_size, options.max_running_requests
+        kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device)
+        shape = CacheShape(max(kv_tokens // block_size, 1), block_size, slots, config.index_kpool)
+        what, needed = (
+            f"the cache ({shape.num_blocks} blocks, {slots} slots) needs",
+            cache_bytes(config, dtype, shape),
+        )
+        require_memory(what, needed, device, "lower kv_tokens or max_running_requests")
+        self.runner = Runner(self.model, allocate_trunk(config, shape, dtype, device))
         blocks = BlockManager(shape.num_blocks, block_size, slots)
-        context = self.config.max_position_embeddings
-        self.scheduler = Scheduler(blocks, self.options.max_batched_tokens, context)
+        self.scheduler = Scheduler(blocks, options.max_batched_tokens, config.max_position_embeddings)
 
-    def _weight_tree(self, directory: Path, progress: Progress | None) -> WeightTree:
+    def _weight_tree(self, directory: Path, with_mtp: bool, progress: Progress | None) -> WeightTree:
         resident = matmul_dtype(self.dtype, self.device)
+        shared: dict[str, Any] = {"linear_dtype": resident, "device": self.device, "with_mtp": with_mtp}
         if not self.options.random_weights:
-            return load_weights(
-                directory,
-                self.config,
-                linear_dtype=resident,
-                device=self.device,
-                with_mtp=False,
-                progress=progress,
-            )
+            return load_weights(directory, self.config, **shared, progress=progress)
         num_layers = self.options.num_layers or self.config.num_hidden_layers
         self.config = self.config.first_layers(num_layers)
-        return random_weights(
-            directory,
-            self.config,
-            linear_dtype=resident,
-            device=self.device,
-            seed=self.seed,
-            num_layers=num_layers,
-            with_mtp=self._random_mtp,
-        )
-
-    @property
-    def _random_mtp(self) -> bool:
-        return self.options.random_weights and self.config.num_nextn_predict_layers > 0
+        return random_weights(directory, self.config, **shared, seed=self.seed, num_layers=num_layers)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling as the checkpoint's generation_config.json says (else greedy), with `changes` applied."""
-        return SamplingParams(**{**default_sampling(self.generation_config), **changes})
+        return SamplingParams(**default_sampling(self.generation_config) | changes)
 
     def add_request(
         self, prompt: Prompt, params: SamplingParams | None = None, *, split_reasoning: bool = False
     ) -> int:
         """Queue text or token ids; the request id. `split_reasoning`: the output begins in `<think>`."""
-        params = params or self.default_params()
-        ids = self.encode(prompt)
+        params, ids = params or self.default_params(), self.encode(prompt)
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model directory has no tokenizer.json")
-        stop_ids = frozenset() if params.ignore_eos else frozenset(self.stop_ids)
-        request = Request(self._next_id, ids, params.max_tokens, stop_ids)
-        return self._enqueue(request, params, split_reasoning)
+        stop_ids = frozenset(() if params.ignore_eos else self.stop_ids)
+        return self._enqueue(
+            Request(self._next_id, ids, params.max_tokens, stop_ids), params, split_reasoning
+        )
 
     def _enqueue(self, request: Request, params: SamplingParams, split_reasoning: bool = False) -> int:
         self.scheduler.add(request)
         request_id = request.request_id
         self._next_id += 1
         # Each request of one engine seed gets a stream of its own.
-        seed = self.seed + request_id if params.seed is None else params.seed
-        self.runner.add(request_id, params, seed % 2**64)
-        self._requests[request_id] = request
-        self._outputs[request_id] = Output(
-            request_id, len(request.prompt), self.tokenizer, params.stop, split_reasoning
-        )
+        seed = (self.seed + request_id) % NUM_SEEDS if params.seed is None else params.seed
+        self.runner.add(request_id, params, seed)
+        output = Output(request_id, len(request.prompt), self.tokenizer, params.stop, split_reasoning)
+        self._requests[request_id], self._outputs[request_id] = request, output
         return request_id
 
     def encode(self, prompt: Prompt) -> list[int]:
         """Token ids of a prompt; nothing is added. ValueError on an id outside the vocabulary."""
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise ValueError("the model directory has no tokenizer.json; give token ids instead of text")
-            return self.tokenizer.encode(prompt)
-        ids, limit = list(prompt), self.config.vocab_size
-        bad = [token for token in ids if not 0 <= token < limit]
-        if bad:
+        if not isinstance(prompt, str):
+            ids = list(prompt)
+        elif self.tokenizer is not None:
+            ids = self.tokenizer.encode(prompt)
+        else:
+            raise ValueError("the model directory has no tokenizer.json; give token ids instead of text")
+        limit = self.config.vocab_size
+        if bad := [token for token in ids if not 0 <= token < limit]:
             raise ValueError(f"token id {bad[0]} is outside the vocabulary; expected 0 to {limit - 1}")
         return ids
 
@@ -175,10 +155,9 @@ class LLM:
         if advance.token is not None:
             delta, stopped = output.push(advance.token)
             yield delta
-            if stopped:
+            if stopped:  # at the last allowed token, too, a stop string is a stop
                 reason = "stop"
                 self.scheduler.finish(request, reason)
-                request.finish_reason = reason  # a stop string at the last allowed token is a stop
         if reason is not None:
             yield output.finish(reason, advance.message)
 
@@ -201,13 +180,11 @@ class LLM:
 
     def stream(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Delta]:
         """Deltas of all prompts as they come, ids counting from the first prompt's; leaving early cancels."""
-        with self._queued(self.add_request(prompt, params) for prompt in prompts) as ids:
-            while self._unfinished(ids):
-                yield from self.step()
+        return self._run((self.add_request(prompt, params) for prompt in prompts), [])
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Result]:
         """Results in prompt order."""
-        return self._run(self.add_request(prompt, params) for prompt in prompts)
+        return self._results(self.add_request(prompt, params) for prompt in prompts)
 
     def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
         """Teacher-forced log-probability of every token but the first, per prompt."""
@@ -215,32 +192,27 @@ class LLM:
             self._enqueue(Request(self._next_id, self.encode(prompt), 0, score_prompt=True), SamplingParams())
             for prompt in prompts
         )
-        return [result.prompt_log_probs for result in self._run(queued)]
+        return [result.prompt_log_probs for result in self._results(queued)]
 
-    def _run(self, queued: Iterable[int]) -> list[Result]:
-        with self._queued(queued) as ids:
-            while self._unfinished(ids):
-                self.step()
-            return [self.result(i) for i in ids]
+    def _results(self, queueing: Iterable[int]) -> list[Result]:
+        results: list[Result] = []
+        for _ in self._run(queueing, results):
+            pass
+        return results
 
-    @contextmanager
-    def _queued(self, adding: Iterable[int]) -> Iterator[list[int]]:
-        """Ids of the requests that `adding` queues one by one; none stays behind, however it is left."""
-        ids: list[int] = []
+    def _run(self, queueing: Iterable[int], results: list[Result]) -> Iterator[Delta]:
+        """Deltas of the requests that `queueing` queues one by one, their results into `results`.
+
+        None of the requests stays behind, however this is left.
+        """
+        requests: list[Request] = []
         try:
-            for request_id in adding:
-                ids.append(request_id)
-            yield ids
+            for request_id in queueing:
+                requests.append(self._requests[request_id])
+                results.append(self.result(request_id))
+            while any(request.status != "finished" for request in requests):
+                yield from self.step()
         finally:
-            for request_id in ids:
-                self.cancel(request_id)
-            self.forget(ids)
-
-    def _unfinished(self, ids: Iterable[int]) -> bool:
-        return any(self._requests[i].status != "finished" for i in ids)
-
-
-def _require_memory(what: str, needed: int, device: torch.device, remedy: str) -> None:
-    free = free_bytes(device)
-    if needed > free:
-        raise ValueError(f"{what} {needed:,} bytes, {free:,} are free on {device}; {remedy}")
+            for request in requests:
+                self.cancel(request.request_id)
+            self.forget(request.request_id for request in requests)

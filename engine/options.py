@@ -1,9 +1,10 @@
 """Every setting of an engine, with its default; the command line reads the defaults from here."""
 
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
+
+from engine.sampling import SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 BLOCK_GRID_TOKENS = 16  # block sizes are multiples of this: of the state export grid and of any index pool
@@ -13,7 +14,7 @@ BLOCK_GRID_TOKENS = 16  # block sizes are multiples of this: of the state export
 class EngineOptions:
     """`kv_tokens` None: a share of the free memory. `num_layers`: only the first layers of the trunk."""
 
-    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    dtype: str = "bfloat16"
     device: str = "cpu"
     max_batched_tokens: int = 4096
     block_size: int = 64
@@ -33,10 +34,8 @@ class EngineOptions:
         if self.block_size <= 0 or self.block_size % BLOCK_GRID_TOKENS:
             raise ValueError(f"block size is {self.block_size}, expected a multiple of {BLOCK_GRID_TOKENS}")
         for name in ("max_batched_tokens", "max_running_requests", "kv_tokens", "num_layers"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
+            if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}, expected at least 1")
         if self.num_layers is not None and not self.random_weights:
-            raise ValueError(
-                "num_layers cuts a model with random weights only; a real one needs all its layers"
-            )
+            raise ValueError("num_layers acts with random weights only; a real model needs all its layers")
+        SamplingParams(seed=self.seed)  # the range of seeds is a request's

@@ -28,14 +28,14 @@ class Result:
     """
 
     prompt_tokens: int
+    cached_tokens: int = 0
     token_ids: list[int] = field(default_factory=list)
     text: str | None = None
-    reasoning: str | None = None
     finish_reason: FinishReason | None = None
-    message: str | None = None
-    cached_tokens: int = 0
     ttft_s: float | None = None
     decode_tokens_per_s: float | None = None
+    reasoning: str | None = None
+    message: str | None = None
     prompt_log_probs: list[float] = field(default_factory=list)
 
 
@@ -55,8 +55,7 @@ class Output:
         self._matcher, self._splitter = StopMatcher(stop), ReasoningSplitter(thinking)
         self._started, self._first_token_at = time.perf_counter(), 0.0
         if tokenizer:
-            self.result.text = ""
-            self.result.reasoning = "" if thinking else None
+            self.result.text, self.result.reasoning = "", "" if thinking else None
 
     def push(self, token: int) -> tuple[Delta, bool]:
         """Deliver one token; also whether it completed a stop string."""
@@ -66,20 +65,16 @@ class Output:
             result.ttft_s, self._first_token_at = now - self._started, now
         elif now > self._first_token_at:
             result.decode_tokens_per_s = (len(result.token_ids) - 1) / (now - self._first_token_at)
-        if self._detokenizer is None:
-            return Delta(self.request_id, (token,)), False
-        shown, stopped = self._matcher.push(self._detokenizer.push([token]))
+        text = self._detokenizer.push([token]) if self._detokenizer else ""
+        shown, stopped = self._matcher.push(text)
         return self._delta((token,), *self._splitter.push(shown)), stopped
 
     def finish(self, reason: FinishReason, message: str | None = None) -> Delta:
         """The last delta: held-back text, and the reason."""
         self.result.finish_reason, self.result.message = reason, message
-        reasoning, text = "", ""
-        if self._detokenizer is not None:
-            shown, _ = self._matcher.push(self._detokenizer.finish())
-            reasoning, text = self._splitter.push(shown + self._matcher.finish())
-            reasoning += self._splitter.finish()[0]
-        return self._delta((), reasoning, text, reason)
+        shown, _ = self._matcher.push(self._detokenizer.finish() if self._detokenizer else "")
+        reasoning, text = self._splitter.push(shown + self._matcher.finish())
+        return self._delta((), reasoning + self._splitter.finish()[0], text, reason)
 
     def _delta(
         self, tokens: tuple[int, ...], reasoning: str, text: str, reason: FinishReason | None = None

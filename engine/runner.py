@@ -34,56 +34,45 @@ class Runner:
             self._samplers.pop(request_id, None)
         batch = self._batch(plan)
         hidden = self.model.forward(batch, self.cache)
-        tokens, errors = self._sample(plan, batch, hidden)
-        log_probs = {
-            chunk.request_id: self._score(hidden[segment.rows], chunk.targets)
-            for chunk, segment in zip(plan.chunks, batch.segments, strict=True)
-            if chunk.targets
-        }
-        return StepResult(tokens, errors, log_probs)
+        rows = list(zip(plan.chunks, (hidden[segment.rows] for segment in batch.segments), strict=True))
+        tokens, errors = self._sample({chunk.request_id: own[-1] for chunk, own in rows if chunk.samples})
+        scores = {chunk.request_id: self._score(own, chunk.targets) for chunk, own in rows if chunk.targets}
+        return StepResult(tokens, errors, scores)
 
     def _batch(self, plan: StepPlan) -> Batch:
-        device, row, segments = self.model.device, 0, []
+        token_ids: list[int] = []
+        segments = []
         for chunk in plan.chunks:
-            table = self._extended_table(chunk)
-            segments.append(Segment(row, len(chunk.token_ids), chunk.start, chunk.recurrent_slot, table))
-            row += len(chunk.token_ids)
-        token_ids = [token for chunk in plan.chunks for token in chunk.token_ids]
-        return Batch(torch.tensor(token_ids, device=device), tuple(segments))
+            size, table = len(chunk.token_ids), self._extended_table(chunk)
+            segments.append(Segment(len(token_ids), size, chunk.start, chunk.recurrent_slot, table))
+            token_ids += chunk.token_ids
+        return Batch(torch.tensor(token_ids, device=self.model.device), tuple(segments))
 
     def _extended_table(self, chunk: ScheduledChunk) -> Tensor:
-        table = self._block_tables.get(chunk.request_id)
         if chunk.new_blocks:
             added = torch.tensor(chunk.new_blocks, device=self.model.device)
-            table = added if table is None else torch.cat([table, added])
-            self._block_tables[chunk.request_id] = table
-        assert table is not None
-        return table
+            known = self._block_tables.get(chunk.request_id, added[:0])
+            self._block_tables[chunk.request_id] = torch.cat([known, added])
+        return self._block_tables[chunk.request_id]
 
-    def _sample(self, plan: StepPlan, batch: Batch, hidden: Tensor) -> tuple[dict[int, int], dict[int, str]]:
-        tokens, errors = {}, {}
-        sampling = [
-            (chunk.request_id, segment.row + segment.num_tokens - 1)
-            for chunk, segment in zip(plan.chunks, batch.segments, strict=True)
-            if chunk.samples
-        ]
-        if sampling:
-            logits = self.model.logits(
-                hidden[torch.tensor([row for _, row in sampling], device=hidden.device)]
-            )
-            for (request_id, _), row_logits in zip(sampling, logits, strict=True):
-                try:
-                    tokens[request_id] = self._samplers[request_id].sample(row_logits)
-                except SamplingError as error:
-                    errors[request_id] = str(error)
+    def _sample(self, last_rows: dict[int, Tensor]) -> tuple[dict[int, int], dict[int, str]]:
+        """Tokens and error messages by request, from the hidden state [hidden] of each one's last row."""
+        tokens: dict[int, int] = {}
+        errors: dict[int, str] = {}
+        if not last_rows:
+            return tokens, errors
+        logits = self.model.logits(torch.stack(list(last_rows.values())))
+        for request_id, row in zip(last_rows, logits, strict=True):
+            try:
+                tokens[request_id] = self._samplers[request_id].sample(row)
+            except SamplingError as error:
+                errors[request_id] = str(error)
         return tokens, errors
 
     def _score(self, hidden: Tensor, targets: tuple[int, ...]) -> list[float]:
         """Log-probability of each target under its row; hidden [rows, hidden], at most rows targets."""
-        wanted = torch.tensor(targets, device=hidden.device)
-        parts = []
-        for begin in range(0, len(targets), LOGIT_ROWS):
-            part = wanted[begin : begin + LOGIT_ROWS]
-            log_probs = self.model.logits(hidden[begin : begin + len(part)]).log_softmax(-1)
-            parts.append(log_probs.gather(1, part.unsqueeze(1)).squeeze(1))
-        return [float(value) for value in torch.cat(parts).tolist()]
+        wanted = torch.tensor(targets, device=hidden.device).unsqueeze(1).split(LOGIT_ROWS)
+        parts = zip(hidden[: len(targets)].split(LOGIT_ROWS), wanted, strict=True)
+        found = [self.model.logits(rows).log_softmax(-1).gather(1, ids) for rows, ids in parts]
+        log_probs: list[float] = torch.cat(found).flatten().tolist()
+        return log_probs

@@ -18,13 +18,15 @@ rule before it left, renormalised. Invariants:
 | min_p 1              | the top token(s)   |
 """
 
-import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+
+NUM_SEEDS = 2**32  # a CPU generator of torch ignores higher bits
 
 
 class SamplingError(ValueError):
@@ -45,17 +47,20 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _require(_is_int(self.max_tokens, at_least=1), "max_tokens", self.max_tokens, "an integer >= 1")
-        _require(
-            _is_within(self.temperature, math.inf), "temperature", self.temperature, "a finite number >= 0"
-        )
-        _require(_is_within(self.top_p, 1), "top_p", self.top_p, "a number from 0 to 1")
-        _require(_is_int(self.top_k, at_least=-1), "top_k", self.top_k, "an integer >= 1, or 0 for no limit")
-        _require(_is_within(self.min_p, 1), "min_p", self.min_p, "a number from 0 to 1")
-        seed_good = self.seed is None or (_is_int(self.seed, at_least=0) and self.seed < 2**64)
-        _require(seed_good, "seed", self.seed, "an integer from 0 to 2**64 - 1")
+        seed_good = self.seed is None or _within(self.seed, int, 0, NUM_SEEDS - 1)
         stop_good = isinstance(self.stop, tuple) and all(isinstance(s, str) and s for s in self.stop)
-        _require(stop_good, "stop", self.stop, "a tuple of non-empty strings")
+        checks = {
+            "max_tokens": (_within(self.max_tokens, int, 1), "an integer >= 1"),
+            "temperature": (_within(self.temperature, int | float, 0), "a finite number >= 0"),
+            "top_p": (_within(self.top_p, int | float, 0, 1), "a number from 0 to 1"),
+            "top_k": (_within(self.top_k, int, -1), "an integer >= 1, or 0 for no limit"),
+            "min_p": (_within(self.min_p, int | float, 0, 1), "a number from 0 to 1"),
+            "seed": (seed_good, "an integer from 0 to 2**32 - 1"),
+            "stop": (stop_good, "a tuple of non-empty strings"),
+        }
+        for field, (good, expected) in checks.items():
+            if not good:
+                raise SamplingError(f"{field} is {getattr(self, field)!r}, expected {expected}")
 
 
 def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,12 +79,10 @@ def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
     puts all mass on the argmax. Raises SamplingError when any row has NaN, +inf or no finite entry.
     """
     top = logits.amax(dim=-1, keepdim=True)
-    if not bool(top.isfinite().all()):
-        raise _no_token(float(top[~top.isfinite()][0]))
+    _require_finite(top)
     if params.temperature == 0:
-        return torch.zeros_like(logits, dtype=torch.float64).scatter_(
-            -1, logits.argmax(-1, keepdim=True), 1.0
-        )
+        zeros = torch.zeros_like(logits, dtype=torch.float64)
+        return zeros.scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     # Subtracting first keeps the quotient finite or -inf, however small the temperature.
     probs = ((logits.double() - top.double()) / params.temperature).softmax(dim=-1)
     if params.top_k > 0 or params.top_p < 1:
@@ -102,8 +105,7 @@ class Sampler:
         if self._params.temperature > 0:
             return self.draw(filtered_probs(logits, self._params))
         token = int(logits.argmax())  # the first, hence lowest, id among equals; NaN wins
-        if not math.isfinite(top := float(logits[token])):
-            raise _no_token(top)
+        _require_finite(logits[token])
         return token
 
     def draw(self, probs: Tensor) -> int:
@@ -129,23 +131,14 @@ def _keep_top(probs: Tensor, order: Tensor, params: SamplingParams) -> Tensor:
     return torch.zeros_like(probs).scatter_(-1, order, ranked)
 
 
-def _no_token(top: float) -> SamplingError:
-    return SamplingError(
-        f"the largest logit is {top}, expected a finite number; the model's output is broken for this request"
-    )
+def _require_finite(top: Tensor) -> None:
+    if not bool(top.isfinite().all()):
+        found = float(top[~top.isfinite()][0])
+        raise SamplingError(
+            f"the largest logit is {found}, expected a finite number; the model's output is broken for this request"
+        )
 
 
-def _is_int(value: object, at_least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
-
-
-def _is_within(value: object, maximum: float) -> bool:
-    """A finite number from 0 to `maximum`; NaN is not."""
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return math.isfinite(value) and 0 <= value <= maximum
-
-
-def _require(good: bool, field: str, found: object, expected: str) -> None:
-    if not good:
-        raise SamplingError(f"{field} is {found!r}, expected {expected}")
+def _within(value: Any, kind: Any, low: int, high: float = sys.float_info.max) -> bool:
+    """Whether `value` is of a number type and from `low` to `high`; NaN, infinity and a bool are not."""
+    return isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high

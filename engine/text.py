@@ -14,6 +14,7 @@ Invariants:
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,10 @@ import jinja2
 import tokenizers
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from engine.detokenizer import THINK_END, THINK_START
 from model.config import read_json, token_ids
 
 REASONING_EFFORTS = ("low", "high", "max")
-ASSISTANT = "<|assistant|>"
+ASSISTANT, THINK_START, THINK_END = "<|assistant|>", "<think>", "</think>"
 
 Message = Mapping[str, Any]
 
@@ -38,11 +38,9 @@ class Tokenizer:
     """The tokenizer files of one checkpoint; `eos_token_id` is None if tokenizer_config.json names none."""
 
     def __init__(self, tokenizer: Any, config: Mapping[str, Any], template: str | None) -> None:
-        self._tokenizer = tokenizer
+        self._tokenizer, self._template = tokenizer, template
         self._special_tokens = _special_tokens(config)
-        self._template = template
         self._bytes_of: dict[int, bytes] = {}
-        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
         self.eos_token_id = self.token_id(self._special_tokens.get("eos_token", ""))
 
     @staticmethod
@@ -79,7 +77,9 @@ class Tokenizer:
     def token_bytes(self, token_id: int) -> bytes:
         """The bytes that a token adds to the text, empty for an unknown id."""
         if token_id not in self._bytes_of:
-            self._bytes_of[token_id] = self._spell(token_id)
+            token: str = self._tokenizer.id_to_token(token_id) or ""
+            spelled = all(character in BYTE_ALPHABET for character in token)  # else an added token, as it is
+            self._bytes_of[token_id] = bytes(BYTE_ALPHABET[c] for c in token) if spelled else token.encode()
         return self._bytes_of[token_id]
 
     def token_id(self, text: str) -> int | None:
@@ -101,21 +101,22 @@ class Tokenizer:
         """
         if self._template is None:
             raise TextError("the model has no chat_template.jinja and no chat_template; give a plain prompt")
-        variables = {"tools": tools} | self._special_tokens
-        if reasoning_effort is not None:
-            variables["reasoning_effort"] = _checked_effort(reasoning_effort, self._template)
+        effort = reasoning_effort
+        if effort not in (None, *REASONING_EFFORTS):
+            raise TextError(f"reasoning effort is {effort!r}, expected one of {', '.join(REASONING_EFFORTS)}")
+        if effort and "reasoning_effort" not in self._template:
+            raise TextError(
+                f"reasoning effort {effort!r}: this model's chat template knows none; leave it out"
+            )
+        variables = {"tools": tools, **self._special_tokens} | (
+            {"reasoning_effort": effort} if effort else {}
+        )
         normalised = [_normalised(message, index) for index, message in enumerate(messages)]
         try:
-            template = _environment().from_string(self._template)
+            template = JINJA.from_string(self._template)
             return str(template.render(messages=normalised, add_generation_prompt=True, **variables))
         except (jinja2.TemplateError, TypeError, ValueError) as error:
             raise TextError(f"the chat template refused the messages: {error}") from None
-
-    def _spell(self, token_id: int) -> bytes:
-        token: str = self._tokenizer.id_to_token(token_id) or ""
-        if all(character in BYTE_ALPHABET for character in token):
-            return bytes(BYTE_ALPHABET[character] for character in token)
-        return token.encode()  # an added token, spelled as it is
 
 
 def ends_in_thinking(prompt_text: str) -> bool:
@@ -144,11 +145,8 @@ BYTE_ALPHABET = _byte_alphabet()
 
 def _special_tokens(config: Mapping[str, Any]) -> dict[str, Any]:
     """`eos_token` and its like by name; files spell them as text or as an object with `content`."""
-    values = {name: value for name, value in config.items() if name.endswith("_token")}
-    texts = {
-        name: value.get("content") if isinstance(value, dict) else value for name, value in values.items()
-    }
-    return {name: text for name, text in texts.items() if isinstance(text, str)}
+    texts = [(name, v.get("content") if isinstance(v, dict) else v) for name, v in config.items()]
+    return {name: text for name, text in texts if name.endswith("_token") and isinstance(text, str)}
 
 
 def _read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
@@ -160,14 +158,6 @@ def _read_template(directory: Path, config: Mapping[str, Any]) -> str | None:
     if isinstance(field, list):
         field = {entry["name"]: entry["template"] for entry in field}.get("default")
     return field
-
-
-def _checked_effort(effort: str, template: str) -> str:
-    if effort not in REASONING_EFFORTS:
-        raise TextError(f"reasoning effort is {effort!r}, expected one of {', '.join(REASONING_EFFORTS)}")
-    if "reasoning_effort" not in template:
-        raise TextError(f"reasoning effort {effort!r}: this model's chat template knows none; leave it out")
-    return effort
 
 
 def _normalised(message: Message, index: int) -> dict[str, Any]:
@@ -183,33 +173,24 @@ def _normalised_call(call: Message, where: str) -> dict[str, Any]:
     """The call with `arguments` as a mapping; it stands in `function`, or bare in the call itself."""
     if "function" in call:
         return {**call, "function": _normalised_call(call["function"], where)}
-    arguments = call.get("arguments") or {}
+    arguments, which = call.get("arguments") or {}, f"{where}: arguments of {call.get('name')!r}"
     if isinstance(arguments, str):
         try:
             arguments = json.loads(arguments)
         except json.JSONDecodeError as error:
-            raise TextError(
-                f"{where}: arguments of {call.get('name')!r} are not valid JSON ({error})"
-            ) from None
+            raise TextError(f"{which} are not valid JSON ({error})") from None
     if not isinstance(arguments, Mapping):
-        found = type(arguments).__name__
-        raise TextError(f"{where}: arguments of {call.get('name')!r} are a {found}, expected a JSON object")
+        raise TextError(f"{which} are a {type(arguments).__name__}, expected a JSON object")
     return {**call, "arguments": arguments}
-
-
-def _environment() -> Any:
-    """Jinja as chat templates expect it: sandboxed, block lines leave no trace, JSON is not escaped."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
-    )
-    environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _raise_exception
-    return environment
-
-
-def _to_json(value: Any, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
 def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
+
+
+# Jinja as chat templates expect it: sandboxed, block lines leave no trace, JSON is not escaped.
+JINJA: Any = ImmutableSandboxedEnvironment(
+    trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"]
+)
+JINJA.filters["tojson"] = partial(json.dumps, ensure_ascii=False)
+JINJA.globals["raise_exception"] = _raise_exception

@@ -151,7 +151,8 @@ class Policy:
         if end >= finish:
             reason = "end of prompt" if end == request.prompt else "end of known tokens"
         else:
-            unit = self.capability.export_grid if self.capability.free_chunk_ends else self.block_size
+            grid = self.capability.export_grid if self.retain else 1  # nothing to keep, nothing to align
+            unit = grid if self.capability.free_chunk_ends else self.block_size
             aligned = end // unit * unit
             # A unit wider than any chunk is crossed in pieces.
             if aligned > start or unit <= largest:
@@ -209,29 +210,30 @@ class Policy:
         return self.floor(end) if aligned_end or {"crossed", kind} & self.retain else None
 
     def _exportable(self, m: int, start: int, end: int, request: Prefill, wanted: list[int]) -> bool:
-        on_grid = (m - start) % self.capability.export_grid == 0
-        if self.export_at_finish_only:
-            return (
-                on_grid
-                and end >= request.finish
-                and m not in request.junctions
-                and self.capability.exports > 0
-            )
+        if self.export_at_finish_only and (end < request.finish or m in request.junctions):
+            return False
         # Exports are handed out from the chunk's start.
+        on_grid = (m - start) % self.capability.export_grid == 0
         return on_grid and wanted.index(m) < self.capability.exports
 
     def _settled(self, start: int, end: int, request: Prefill, denied: Collection[int], reason: str) -> Chunk:
         """The chunk with its end decided: everything wanted below the end is exported."""
         wanted = [m for m in self.retained(start, end, request) if m not in denied]
-        newest = self._newest(end, request)
-        rolling = newest if newest in wanted and not {"chunk-ends", "crossed", "all"} & self.retain else None
-        fixed = self.fixed_points(request)
-        everything = {"chunk-ends", "all"} & self.retain
-        publishes = tuple(m for m in wanted if everything or m in fixed)
         exports = tuple(m for m in wanted if m < end)
         if exports and end >= request.finish:
             reason = "tail joined"
-        return Chunk(end, exports, publishes, None if rolling in publishes else rolling, reason)
+        written = {*exports, end}.difference(denied)
+        publishes = tuple(sorted(m for m in written if self._published(m, end, request)))
+        newest = self._newest(end, request)
+        rolling = newest if newest in wanted and newest not in publishes else None
+        return Chunk(end, exports, publishes, rolling, reason)
+
+    def _published(self, m: int, end: int, request: Prefill) -> bool:
+        """Whether others may find the state that a chunk up to `end` left at m."""
+        crossed = "crossed" in self.retain and m == self.floor(end)
+        ended = "chunk-ends" in self.retain and m == end
+        kept = crossed or ended or "all" in self.retain or m in self.fixed_points(request)
+        return kept and m % self.block_size == 0
 
     def decode_boundary(self, start: int, verified: int) -> tuple[int | None, bool]:
         """The newest boundary that verified tokens crossed in a decode step, if it is kept, and whether it is

@@ -9,8 +9,7 @@ import json
 import time
 from pathlib import Path
 
-from engine.commands.common import add_engine_arguments, load_engine
-from engine.llm import LLM
+from engine.commands.common import add_engine_arguments, decode_utf8, load_engine
 
 EXAMPLES = """examples:
   python cli.py eval README.md
@@ -19,49 +18,32 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `eval`."""
-    parser.add_argument("file", metavar="FILE", help="UTF-8 text")
-    parser.add_argument(
-        "--window", type=int, default=1024, metavar="N", help="tokens per window (default: %(default)s)"
-    )
+    add = parser.add_argument
+    add("file", metavar="FILE", help="UTF-8 text")
+    add("--window", type=int, default=1024, metavar="N", help="tokens per window (default: %(default)s)")
     add_engine_arguments(parser)
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add("--json", action="store_true", help="one JSON document on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the losses; exit code 0."""
     if args.window < 2:
         raise ValueError(f"--window is {args.window}, expected at least 2 tokens")
-    try:
-        text = Path(args.file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{args.file} is not UTF-8 (byte {error.start}); convert it") from None
+    text = decode_utf8(Path(args.file).read_bytes(), args.file)
     llm = load_engine(args)
-    started = time.perf_counter()
-    losses = window_losses(llm, llm.encode(text), args.window)
-    scored = sum(len(window) for window in losses)
+    started, ids = time.perf_counter(), llm.encode(text)
+    windows = llm.score([ids[begin : begin + args.window] for begin in range(0, len(ids), args.window)])
+    scored, num_bytes = sum(map(len, windows)), len(text.encode())
     if not scored:
         raise ValueError(f"{args.file} has fewer than 2 tokens; there is nothing to predict")
-    total = sum(sum(window) for window in losses)
-    document = {
-        "model": args.model,
-        "tokens": scored,
-        "bytes": len(text.encode()),
-        "nats_per_token": total / scored,
-        # Bytes of unscored first tokens count, so that windows of any size compare by their per-token loss.
-        "nats_per_byte": total / scored * (scored + len(losses)) / len(text.encode()),
-        "tokens_per_s": scored / (time.perf_counter() - started),
-    }
+    per_token = -sum(map(sum, windows)) / scored
+    # Bytes of unscored first tokens count, so that windows of any size compare by their per-token loss.
+    per_byte = per_token * (scored + len(windows)) / num_bytes
+    speed = scored / (time.perf_counter() - started)
     if args.json:
-        print(json.dumps(document))
+        losses = {"nats_per_token": per_token, "nats_per_byte": per_byte, "tokens_per_s": speed}
+        print(json.dumps({"model": args.model, "tokens": scored, "bytes": num_bytes, **losses}))
     else:
-        print(
-            f"{document['nats_per_token']:.4f} nats per token, {document['nats_per_byte']:.4f} per byte"
-            f" ({scored} tokens in windows of {args.window}, {document['tokens_per_s']:.0f} tokens/s)"
-        )
+        counts = f"{scored} tokens in windows of {args.window}, {speed:.0f} tokens/s"
+        print(f"{per_token:.4f} nats per token, {per_byte:.4f} per byte ({counts})")
     return 0
-
-
-def window_losses(llm: LLM, token_ids: list[int], window: int) -> list[list[float]]:
-    """Negative log-probabilities, nats, of every predicted token, per window."""
-    windows = [token_ids[begin : begin + window] for begin in range(0, len(token_ids), window)]
-    return [[-value for value in log_probs] for log_probs in llm.score([w for w in windows if w])]

@@ -125,6 +125,8 @@ LONG = ",".join(["5"] * 4096)
         (["generate", "x", "--temperature", "-1"], ["temperature is -1.0", "expected a finite number >= 0"]),
         (["generate", "x", "--top-p", "nan"], ["top_p is nan", "expected a number from 0 to 1"]),
         (["generate", "x", "--max-tokens", "0"], ["max_tokens is 0", "expected an integer >= 1"]),
+        (["generate", "x", "--seed", "-1"], ["seed is -1", "expected an integer from 0 to 2**32 - 1"]),
+        (["generate", "x", "--seed", 2**32], ["seed is 4294967296", "from 0 to 2**32 - 1"]),
         (["generate", "x", "--stop", ""], ["stop is ('',)", "non-empty"]),
         (["generate", "x", "--stop", "y", "--model", TINY, "--prompt-ids", "5"], ["no tokenizer.json"]),
         (["generate", "x", "--top_k", "3"], ["unrecognized arguments: --top_k", "usage:"]),

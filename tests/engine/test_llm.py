@@ -76,6 +76,11 @@ class TestBatch:
         assert first == again
         assert first != other and first[0] != first[1]
 
+    def test_the_stream_of_the_last_seed_is_followed_by_that_of_the_first(self) -> None:
+        params = SamplingParams(max_tokens=8, ignore_eos=True, temperature=1.0)
+        last, first = (tiny_engine(seed=s).generate([PROMPTS[0]] * 2, params) for s in (2**32 - 1, 0))
+        assert last[1].token_ids == first[0].token_ids
+
     @pytest.mark.parametrize("length", [1, 16, 32, 33])
     def test_a_prompt_sent_twice_is_answered_twice(self, llm: LLM, length: int) -> None:
         prompt = PROMPTS[2][:length]
@@ -285,6 +290,15 @@ class TestRefusals:
                 call([PROMPTS[0], prompt])
             assert_idle(llm)
         assert all(word in str(refusal.value) for word in words)
+
+    def test_text_with_an_id_outside_the_vocabulary_is_refused_like_ids(self, text_llm: LLM) -> None:
+        """The tiny model has 256 ids, its tokenizer also `<think>`."""
+        for prompt in ("a<think>", [97, 154841]):
+            with pytest.raises(
+                ValueError, match=r"token id 154841 is outside the vocabulary; expected 0 to 255"
+            ):
+                text_llm.generate([prompt], GREEDY)
+        assert_idle(text_llm)
 
     def test_a_step_without_requests_does_nothing(self, llm: LLM) -> None:
         assert llm.step() == []

@@ -1,16 +1,15 @@
-"""Planned bytes are allocated bytes: recurrent state, convolution rows, pages, index rings (bug G2)."""
+"""Planned bytes hold every state: recurrent matrices, convolution rows, pages, index rings (bug G2)."""
 
 from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
 
-from engine.cache import allocate_trunk
+from engine.cache import CacheShape
 from engine.llm import LLM
-from engine.memory_plan import CacheShape, bytes_per_slot, bytes_per_token, cache_bytes
+from engine.memory_plan import bytes_per_token, cache_bytes
 from engine.sampling import SamplingParams
-from model.config import parse_config
+from model.config import Glm5NextConfig, parse_config
 from scheduler.scheduler import RequestRefused
 from tests.oracles import NUM_VARIANTS, tiny_config
 from tests.synthetic import real_config
@@ -19,21 +18,23 @@ TINY = Path(__file__).parents[1] / "data" / "bf16"
 MIB = 1 << 20
 
 
-def allocated_bytes(owner: object) -> int:
-    """Bytes of all tensors below an object of dataclasses and dicts."""
-    if isinstance(owner, Tensor):
-        return owner.nbytes
-    children = owner.values() if isinstance(owner, dict) else vars(owner).values()
-    return sum(allocated_bytes(child) for child in children)
+def bytes_by_hand(config: Glm5NextConfig, width: int, shape: CacheShape) -> int:
+    """Pages and slots of all layers, values of `width` bytes; matrices and rings are float32."""
+    tokens, head_dim = shape.num_blocks * shape.block_size, config.linear_head_dim
+    pages = tokens * config.kv_lora_rank + tokens // config.index_kpool * config.index_head_dim
+    ring = shape.ring_rows * 2 * config.index_head_dim * 4
+    matrix = config.linear_num_heads * head_dim * head_dim * 4
+    conv = (config.linear_conv_kernel_dim - 1) * 3 * config.linear_num_heads * head_dim * width
+    mla, kda = len(config.mla_layers), len(config.kda_layers)
+    return mla * (pages * width + shape.num_slots * ring) + kda * shape.num_slots * (matrix + conv)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
 @pytest.mark.parametrize("variant", range(NUM_VARIANTS))
-def test_planned_bytes_are_allocated_bytes(variant: int, dtype: torch.dtype) -> None:
+def test_planned_bytes_are_those_of_every_page_and_slot(variant: int, dtype: torch.dtype) -> None:
     config = parse_config(tiny_config(variant))
     for shape in (CacheShape(1, 16, 1, config.index_kpool), CacheShape(7, 32, 3, 2 * config.index_kpool)):
-        cache = allocate_trunk(config, shape, dtype, torch.device("cpu"))
-        assert cache_bytes(config, dtype, shape) == allocated_bytes(cache)
+        assert cache_bytes(config, dtype, shape) == bytes_by_hand(config, dtype.itemsize, shape)
 
 
 def test_the_plan_of_the_released_model() -> None:
@@ -41,7 +42,8 @@ def test_the_plan_of_the_released_model() -> None:
     config = parse_config(real_config())
     ring = 11 * 4 * 2 * 128 * 4
     conv = 34 * 3 * 3 * 64 * 128 * 2
-    assert bytes_per_slot(config, torch.bfloat16, ring_rows=4) == 136 * MIB + conv + ring
+    one_slot = CacheShape(num_blocks=0, block_size=64, num_slots=1, ring_rows=4)
+    assert cache_bytes(config, torch.bfloat16, one_slot) == 136 * MIB + conv + ring
     assert bytes_per_token(config, torch.bfloat16) == 11 * (512 + 128 // 4) * 2
 
 

@@ -133,11 +133,11 @@ def test_a_row_without_a_choice_fails_with_a_message(bad: list[float], temperatu
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *[("temperature", bad) for bad in (-1, -0.1, math.nan, math.inf, "1", None)],
+        *[("temperature", bad) for bad in (-1, -0.1, math.nan, math.inf, 10**400, "1", None)],
         *[(field, bad) for field in ("top_p", "min_p") for bad in (-0.1, 1.1, 1.5, math.nan, None)],
         *[("top_k", bad) for bad in (-2, 1.5, True)],
         *[("max_tokens", bad) for bad in (0, -1, 2.0)],
-        *[("seed", bad) for bad in (-1, 2**64, 0.5)],
+        *[("seed", bad) for bad in (-1, 2**32, 0.5)],
         *[("stop", bad) for bad in ("end", ["end"], ("",), (1,))],
     ],
 )

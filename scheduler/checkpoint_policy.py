@@ -306,6 +306,9 @@ def make_policy(
             f"draft filing 'token' needs a drafter whose rows are pointwise in (hidden, token); {draft_architecture}"
             " does not declare that: use drop, key or tag"
         )
+    size = base.block_size if block_size is None else block_size
+    if size <= 0 or size % capability.export_grid:
+        raise ValueError(f"block size is {size}, expected a multiple of {capability.export_grid}")
     masked = replace(
         capability,
         exports=min(capability.exports, base.exports),
@@ -313,7 +316,7 @@ def make_policy(
     )
     return Policy(
         name=preset,
-        block_size=block_size or base.block_size,
+        block_size=size,
         retain=frozenset(retentions),  # type: ignore[arg-type]  # checked above
         capability=masked,
         filing=chosen,  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from scheduler.block_manager import BlockManager
-from scheduler.checkpoint_policy import Chunk, Prefill
+from scheduler.checkpoint_policy import Chunk, Prefill, Reuse
 from scheduler.plan import ScheduledChunk, StepPlan, StepResult
 from scheduler.request import FinishReason, Request
 
@@ -193,7 +193,8 @@ class Scheduler:
                 f"waits: {len(self.running)} of {self.max_running_requests} are running"
             )
             return 0
-        reuse = self.blocks.lookup(request)
+        # A scored prompt needs the logits of all its rows.
+        reuse = Reuse(0, 0) if request.score_prompt else self.blocks.lookup(request)
         if not self.blocks.admit(request, reuse):
             size = self.blocks.slots.size
             self._waits[request.request_id] = f"waits for a slot: {size} of {size} in use"

@@ -33,7 +33,9 @@ def fresh(length: int, start: count = count(1 << 30)) -> list[int]:  # type: ign
 def _run(simulation: Simulation, *rounds: Sequence[Sequence[int]]) -> list[RequestTrace]:
     """Rounds one after the other; the requests of a round arrive together."""
     return [
-        trace for prompts in rounds for trace in simulation.run([simulation.request(tokens) for tokens in prompts])[0]
+        trace
+        for prompts in rounds
+        for trace in simulation.run([simulation.request(tokens) for tokens in prompts])[0]
     ]
 
 
@@ -59,7 +61,9 @@ def _shared(together: bool) -> Callable[[Simulation], tuple[list[RequestTrace], 
     def run(simulation: Simulation) -> tuple[list[RequestTrace], list[RequestTrace]]:
         system = fresh(8_192)
         prompts = [[*system, *fresh(1_024)] for _ in range(8)]
-        traces = _run(simulation, prompts) if together else _run(simulation, *([prompt] for prompt in prompts))
+        traces = (
+            _run(simulation, prompts) if together else _run(simulation, *([prompt] for prompt in prompts))
+        )
         return traces, traces
 
     return run

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
-from engine.commands.policy_options import add_drafter_arguments, add_policy_arguments, assumed_drafter, policy_from
+from engine.commands.policy_options import (
+    add_drafter_arguments,
+    add_policy_arguments,
+    assumed_drafter,
+    policy_from,
+)
 from scheduler.checkpoint_policy import PRESETS, Capability, Policy
 from scheduler.simulation import Simulation
 from scheduler.workloads import WORKLOADS, Workload, optimum

@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from engine.commands.policy_options import add_drafter_arguments, add_policy_arguments, assumed_drafter, policy_from
+from engine.commands.policy_options import (
+    add_drafter_arguments,
+    add_policy_arguments,
+    assumed_drafter,
+    policy_from,
+)
 from engine.commands.trace_svg import draw
 from scheduler.checkpoint_policy import Capability, Policy
 from scheduler.plan import StepPlan
@@ -27,9 +32,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", metavar="DIR", help="whose tokenizer encodes text prompts")
     parser.add_argument("--lengths", metavar="N,N", help="prompt lengths in tokens, instead of text")
     parser.add_argument("--separate", action="store_true", help="each prompt alone, on an empty cache")
-    parser.add_argument("--cached", type=int, default=0, metavar="N", help="the first N tokens are there already")
+    parser.add_argument(
+        "--cached", type=int, default=0, metavar="N", help="the first N tokens are there already"
+    )
     parser.add_argument("--kv-tokens", type=int, default=1 << 26, metavar="N", help="per attention group")
-    parser.add_argument("--checkpoint-slots", type=int, default=1 << 16, metavar="N", help="beyond the running ones")
+    parser.add_argument(
+        "--checkpoint-slots", type=int, default=1 << 16, metavar="N", help="beyond the running ones"
+    )
     add_policy_arguments(parser)
     add_drafter_arguments(parser)
     parser.add_argument("--svg", metavar="FILE", help="draw the steps")
@@ -70,7 +79,9 @@ def prompts_from(args: argparse.Namespace) -> list[Sequence[int]]:
     if args.lengths:
         lengths = [int(part) if part.strip().isdigit() else 0 for part in args.lengths.split(",")]
         if min(lengths) < 1 or args.cached >= min(lengths):
-            raise ValueError(f"--lengths {args.lengths!r}: expected lengths in tokens above --cached {args.cached}")
+            raise ValueError(
+                f"--lengths {args.lengths!r}: expected lengths in tokens above --cached {args.cached}"
+            )
         ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
         return [range(end - length, end) for length, end in zip(lengths, ends, strict=True)]
     from engine.text import Tokenizer  # text alone needs it
@@ -128,14 +139,18 @@ def _step(number: int, plan: StepPlan) -> dict[str, Any]:
 def table(document: dict[str, Any]) -> str:
     """The steps for people, and a line per request."""
     lines = [f"policy {document['policy']}, block {document['block']}, budget {document['budget']}", ""]
-    lines.append(f"{'step':>5} {'request':>7} {'start':>9} {'end':>9} {'tokens':>7}  exports; publishes; why it ends there")
+    lines.append(
+        f"{'step':>5} {'request':>7} {'start':>9} {'end':>9} {'tokens':>7}  exports; publishes; why it ends there"
+    )
     for step in document["steps"]:
         for chunk in step["chunks"]:
             marks = [f"exports {_list(chunk['exports'])}"] if chunk["exports"] else []
             marks += [f"publishes {_list(chunk['publishes'])}"] if chunk["publishes"] else []
             size = chunk["end"] - chunk["start"]
             position = f"{chunk['start']:>9,} {chunk['end']:>9,} {size:>7,}"
-            lines.append(f"{step['step']:>5} {chunk['request']:>7} {position}  {'; '.join([*marks, chunk['reason']])}")
+            lines.append(
+                f"{step['step']:>5} {chunk['request']:>7} {position}  {'; '.join([*marks, chunk['reason']])}"
+            )
     lines.append("")
     for index, request in enumerate(document["requests"]):
         found = _list(request["published"][-3:]) if request["published"] else "nothing"

@@ -24,7 +24,7 @@ def draw(document: dict[str, Any]) -> str:
         '<path d="M0 6L6 0" stroke="#000" stroke-width="0.8"/></pattern></defs>',
         '<rect width="100%" height="100%" fill="#fff"/>',
         f'<text x="{LEFT}" y="18" font-size="14">{escape(document["policy"])}: block {document["block"]},'
-        f' budget {document["budget"]}</text>',
+        f" budget {document['budget']}</text>",
         *_legend(),
         *_grid(document["block"], longest, TOP + LANE * len(requests)),
     ]
@@ -49,7 +49,9 @@ def _bar(chunk: dict[str, Any], step: int, y: int, longest: int, index: int) -> 
     shade = "#d8d8d8" if step % 2 else "#b4b4b4"
     box = f'x="{left}" y="{y + 8}" height="22"'
     title = escape(f"step {step}: {chunk['start']:,} to {chunk['end']:,}; {chunk['reason']}")
-    parts = [f'<rect {box} width="{right - left:.2f}" fill="{shade}" stroke="#444"><title>{title}</title></rect>']
+    parts = [
+        f'<rect {box} width="{right - left:.2f}" fill="{shade}" stroke="#444"><title>{title}</title></rect>'
+    ]
     if right - left > 18:
         parts.append(f'<text x="{(left + right) / 2:.2f}" y="{y + 23}" text-anchor="middle">{step}</text>')
     if chunk["write_from"] > chunk["start"]:
@@ -66,7 +68,8 @@ def _grid(block: int, longest: int, bottom: int) -> list[str]:
     """Every n-th boundary, so that at most MAX_GRID_LINES are drawn; n is labelled."""
     every = -(-longest // (block * MAX_GRID_LINES))
     lines = [
-        f'<path d="M{_x(m, longest)} {TOP}V{bottom}" stroke="#ddd"/>' for m in range(0, longest + 1, block * every)
+        f'<path d="M{_x(m, longest)} {TOP}V{bottom}" stroke="#ddd"/>'
+        for m in range(0, longest + 1, block * every)
     ]
     return [*lines, f'<text x="{LEFT}" y="{bottom + 18}">a line every {block * every:,} tokens</text>']
 

@@ -18,7 +18,7 @@ from engine.commands.policy_options import (
 )
 from scheduler.checkpoint_policy import PRESETS, Capability, Policy
 from scheduler.simulation import Simulation
-from scheduler.workloads import WORKLOADS, Workload, optimum
+from scheduler.workloads import PROMPT, WORKLOADS, Workload, optimum
 
 EXAMPLES = """examples:
   python cli.py ablate --workloads cold,resend
@@ -35,7 +35,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--workloads", default=",".join(WORKLOADS), metavar="LIST", help="default: all")
     add_policy_arguments(parser)
     add_drafter_arguments(parser)
-    parser.add_argument("--run", action="store_true", help="measure the embedded model instead")
+    group = parser.add_argument_group("measuring the embedded model")
+    group.add_argument(
+        "--run", action="store_true", help="cold, resend and next turn of one prompt, in seconds"
+    )
+    group.add_argument("--rounds", type=int, default=3, metavar="N", help="readings per cell (default: 3)")
+    group.add_argument("--prompt-tokens", type=int, default=PROMPT, metavar="N", help="default: %(default)s")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
@@ -44,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     if args.run:
         from engine.commands.ablate_run import run_measured  # needs torch
 
-        return run_measured(args)
+        return run_measured(args, markdown)
     rows = []
     blocks = _numbers(args.blocks) if args.blocks else [args.block_size]
     budgets = _numbers(args.budgets) if args.budgets else [args.max_batched_tokens]

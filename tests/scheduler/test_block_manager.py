@@ -8,13 +8,13 @@ from scheduler.request import Request
 from tests.scheduler.simulation import DRAFTER
 
 B = 16
+Points = tuple[int, ...]
 PROMPT = list(range(1000, 1100))
 
 
 def manager(
     pages: int = 16,
     slots: int = 8,
-    *,
     filing: str = "token",
     drafter: str | None = DRAFTER,
     preset: str = "ours",
@@ -26,7 +26,7 @@ def manager(
 def ran(
     blocks: BlockManager,
     end: int,
-    publishes: tuple[int, ...] = (),
+    publishes: Points = (),
     rolling: int | None = None,
     *,
     length: int = 100,
@@ -40,11 +40,7 @@ def ran(
 
 
 def run(
-    blocks: BlockManager,
-    request: Request,
-    end: int,
-    publishes: tuple[int, ...] = (),
-    rolling: int | None = None,
+    blocks: BlockManager, request: Request, end: int, publishes: Points = (), rolling: int | None = None
 ) -> Request:
     assert blocks.grow(request, end) is not None
     for position in sorted({*publishes, *([rolling] if rolling else [])}):
@@ -159,8 +155,7 @@ class TestAdmission:
         assert [len(table) for table in request.tables] == [3, 3]
         blocks.groups[1].allocate()  # somebody else's draft page
         assert blocks.grow(other, 16) is None and other.tables == [[], []]
-        assert blocks.groups[0].num_available == 1
-        assert blocks.grow(request, 48) == [[], []]
+        assert blocks.groups[0].num_available == 1 and blocks.grow(request, 48) == [[], []]
 
     def test_a_state_without_its_companion_is_not_reserved(self) -> None:
         blocks = manager(slots=2)

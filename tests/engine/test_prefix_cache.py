@@ -92,7 +92,7 @@ def test_preempted_at_every_step(policy: str, expected: Callable[[list[int]], li
             llm.scheduler.preempt(running[next(turn) % len(running)])
     while llm.has_work:
         llm.step()
-    assert llm.scheduler.num_preemptions > 8
+    assert llm.scheduler.num_preemptions > 4
     assert [llm.result(i).token_ids for i in request_ids] == [expected(prompt) for prompt in PROMPTS]
 
 

@@ -107,7 +107,7 @@ def test_cache_reset_in_flight(expected: Callable[[list[int]], list[int]]) -> No
     request_ids = [llm.add_request(prompt, GREEDY) for prompt in PROMPTS]
     while llm.has_work:
         llm.step()
-        llm.scheduler.blocks.reset_cache()
+        llm.scheduler.blocks.reset_cache(llm.scheduler.running)
     assert [llm.result(i).token_ids for i in request_ids] == [expected(prompt) for prompt in PROMPTS]
 
 

@@ -99,16 +99,18 @@ class Contents:
 
     def read(self, request: Request, end: int) -> None:
         """Every cached row below `end` is the request's own; a draft row may be wrong under `drop` and `off` only."""
-        states, size = self.states[request.request_id], self.policy.block_size
-        tables = self.tables[request.request_id]
+        states, tables = self.states[request.request_id], self.tables[request.request_id]
         rows = [row for page in tables[0] for row in self.pages[0][page]][:end]
         assert rows == states[1 : end + 1], f"request {request.request_id} reads stale target rows"
         if not self.policy.drafting:
             return
-        for p in range(end):
-            if self.pages[1][tables[1][p // size]][p % size] != self.draft_row(states, p):
-                assert self.policy.filing in ("drop", "off"), f"request {request.request_id}: draft row {p}"
-                self.wrong_draft_rows.append((request.request_id, p))
+        found = [row for page in tables[1] for row in self.pages[1][page]][:end]
+        own = [self.draft_row(states, 0), *states[1 + self.shift() : end + self.shift()]][:end]
+        if found != own:
+            assert self.policy.filing in ("drop", "off"), (
+                f"request {request.request_id} reads stale draft rows"
+            )
+            self.wrong_draft_rows += [(request.request_id, p) for p in range(end) if found[p] != own[p]]
 
     # After every operation.
 

@@ -30,7 +30,7 @@ def engine(
     exports: int = MANY,
     free_chunk_ends: bool = True,
 ) -> Scheduler:
-    """A scheduler over fresh pools; `check()` runs after every step."""
+    """A scheduler over fresh pools."""
     capability = Capability(exports, 16, free_chunk_ends)
     policy = make_policy(
         preset, capability, draft_architecture=drafter, block_size=block, filing=filing, retain=retain
@@ -41,7 +41,6 @@ def engine(
         context_limit=context,
         max_running_requests=running,
         mixed_prefill_tokens=mixed,
-        debug=True,
     )
 
 
@@ -166,3 +165,18 @@ def published(simulation: Simulation, request: Request) -> list[int]:
     """Boundaries of a request whose state others can find, ascending."""
     size, find = simulation.policy.block_size, simulation.blocks.slots.find
     return [(i + 1) * size for i, key in enumerate(request.keys or ()) if find(key) is not None]
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    """Prompts of different seeds share no token."""
+    return list(range(seed * 1_000_000, seed * 1_000_000 + length))
+
+
+def assert_right(simulation: Simulation) -> None:
+    """Every output is that of an uninterrupted run, and nothing is held any more."""
+    for request in simulation.requests.values():
+        if request.status == "finished":
+            full = reference(request.prompt, request.max_tokens, request.salt)
+            assert request.output == full[: len(request.output)]
+    assert not simulation.scheduler.has_work
+    simulation.blocks.check([])

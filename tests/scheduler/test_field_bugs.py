@@ -2,17 +2,13 @@
 
 import pytest
 
-from tests.scheduler.simulation import Simulation, engine, reference
+from tests.scheduler.simulation import Simulation, engine, prompt, reference
 
 PUBLIC = ("generic", "seed", "vllm-0.33", "ours")
 
 
 def loop(preset: str = "ours", budget: int = 4096, *, pages: int = 64, **options: object) -> Simulation:
     return Simulation(engine(preset, 16, budget, pages=pages, **options))  # type: ignore[arg-type]
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return list(range(seed * 100_000, seed * 100_000 + length))
 
 
 @pytest.mark.parametrize("preset", PUBLIC)

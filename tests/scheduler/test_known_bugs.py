@@ -14,7 +14,7 @@ import pytest
 from scheduler.checkpoint_policy import Reuse
 from scheduler.pool import Pool
 from scheduler.request import Request
-from tests.scheduler.simulation import DRAFTER, Simulation, engine, published, reference, sizes
+from tests.scheduler.simulation import DRAFTER, Simulation, engine, prompt, published, reference, sizes
 
 PUBLIC = ("generic", "seed", "vllm-0.33", "ours")
 FILINGS = ("token", "drop", "key", "tag", "off")
@@ -25,10 +25,6 @@ def loop(
 ) -> Simulation:
     pages = 128 if content else 4096
     return Simulation(engine(preset, block, budget, **{"pages": pages, **options}), content=content)  # type: ignore[arg-type]
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return list(range(seed * 100_000, seed * 100_000 + length))
 
 
 def key_at(run: Simulation, position: int) -> bytes:

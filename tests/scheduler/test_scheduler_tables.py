@@ -7,13 +7,9 @@ import pytest
 
 from scheduler.plan import StepPlan, StepResult
 from scheduler.request import Request
-from tests.scheduler.simulation import PRESETS, Simulation, engine, published
+from tests.scheduler.simulation import PRESETS, Simulation, engine, prompt, published
 
 PUBLIC = ("generic", "seed", "vllm-0.33", "ours")
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return list(range(seed * 1_000_000, seed * 1_000_000 + length))
 
 
 def cold(preset: str, *lengths: int, budget: int = 4096) -> tuple[Simulation, list[StepPlan]]:
@@ -124,7 +120,6 @@ def test_a_prefill_of_200000_tokens_leaves_after_30_forwards(preset: str, how: s
 def test_an_answer_of_65536_tokens(preset: str, checkpoints: int, next_turn: int) -> None:
     """While it runs: the prompt's own checkpoints, its running slot, one rolling and one being written."""
     scheduler = engine(preset, pages=2048, slots=200)
-    scheduler.debug = False
     request, slots = Request(0, prompt(32_320), 65_536), scheduler.blocks.slots
     scheduler.add(request)
     most_held = 0

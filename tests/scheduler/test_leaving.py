@@ -112,6 +112,17 @@ def test_a_rolling_checkpoint_is_found_by_nobody_while_its_owner_runs() -> None:
     assert (request.rolling.position, published(run, request)) == (112, [96])
 
 
+def test_without_a_slot_for_the_next_a_rolling_checkpoint_stays_where_it_was() -> None:
+    run = loop(slots=2)
+    request = run.add(PROMPT, 8)
+    reasons = [run.step().chunks[0].reason for _ in range(3)]
+    assert reasons == ["budget", *(f"budget; no slot for {m}: 2 of 2 in use" for m in (32, 48))]
+    run.preempt(request)
+    assert run.step().chunks[0].start == 16
+    run.drain()
+    assert request.output == reference(PROMPT, 8)
+
+
 @pytest.mark.parametrize("known", range(128, 147))
 def test_a_replay_keeps_the_boundary_above_the_prompt_when_it_completes(known: int) -> None:
     """The replay's last chunk may end in the block in which the one before it ended."""

@@ -64,8 +64,8 @@ def test_a_hit_ends_at_the_deepest_checkpoint_within_the_attention_match() -> No
     ran(blocks, 70, (16, 48))
     assert lookup(blocks) == Reuse(48, 64)
     assert lookup(blocks, 64) == Reuse(48, 48)
-    assert lookup(blocks, 48) == Reuse(16, 32)
-    assert lookup(blocks, 16) == Reuse(0, 0)
+    assert (lookup(blocks, 48), lookup(blocks, 16)) == (Reuse(16, 32), Reuse(0, 0))
+    assert blocks.checkpoints(Request(9, PROMPT, 8)) == [16, 48]
 
 
 def test_nothing_is_found_before_its_commit() -> None:
@@ -90,8 +90,11 @@ def test_a_page_that_is_not_full_is_not_published() -> None:
 def test_without_a_drafter_there_is_one_group_and_no_companion() -> None:
     blocks = manager(drafter=None)
     request = ran(blocks, 70, (64,))
-    assert len(blocks.groups) == len(request.tables) == 1
-    assert blocks.companions is None and request.companion_slot is None
+    assert (
+        len(blocks.groups) == len(request.tables) == 1
+        and blocks.companions is None
+        and request.companion_slot is None
+    )
     assert lookup(blocks) == Reuse(64, 64)
 
 

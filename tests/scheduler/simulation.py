@@ -30,13 +30,17 @@ def engine(
     exports: int = MANY,
     free_chunk_ends: bool = True,
 ) -> Scheduler:
-    """A scheduler over fresh pools."""
+    """A scheduler over fresh pools, whose kinds of places are handed out in opposite orders, so that ids differ."""
     capability = Capability(exports, 16, free_chunk_ends)
     policy = make_policy(
         preset, capability, draft_architecture=drafter, block_size=block, filing=filing, retain=retain
     )
+    blocks = BlockManager(policy, pages, slots)
+    for pool in (*blocks.groups[1:], blocks.companions):
+        if pool is not None:
+            pool._free.reverse()
     return Scheduler(
-        BlockManager(policy, pages, slots),
+        blocks,
         max_batched_tokens=budget,
         context_limit=context,
         max_running_requests=running,

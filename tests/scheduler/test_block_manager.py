@@ -90,11 +90,8 @@ def test_a_page_that_is_not_full_is_not_published() -> None:
 def test_without_a_drafter_there_is_one_group_and_no_companion() -> None:
     blocks = manager(drafter=None)
     request = ran(blocks, 70, (64,))
-    assert (
-        len(blocks.groups) == len(request.tables) == 1
-        and blocks.companions is None
-        and request.companion_slot is None
-    )
+    assert len(blocks.groups) == len(request.tables) == 1
+    assert (blocks.companions, request.companion_slot) == (None, None)
     assert lookup(blocks) == Reuse(64, 64)
 
 

@@ -81,10 +81,10 @@ class ReasoningSplitter:
             reasoning, self._held = _settled(reasoning, (THINK_END,))
         return reasoning, answer
 
-    def finish(self) -> tuple[str, str]:
-        """(the held beginning of a tag that never came, "")."""
+    def finish(self) -> str:
+        """The held beginning of a tag that never came: reasoning."""
         held, self._held = self._held, ""
-        return held, ""
+        return held
 
 
 def _settled(text: str, markers: Sequence[str]) -> tuple[str, str]:

@@ -37,30 +37,26 @@ class TextError(ValueError):
 class Tokenizer:
     """The tokenizer files of one checkpoint; `eos_token_id` is None if tokenizer_config.json names none."""
 
-    def __init__(self, tokenizer: Any, config: Mapping[str, Any], template: str | None) -> None:
-        self._tokenizer, self._template = tokenizer, template
-        self._special_tokens = _special_tokens(config)
+    def __init__(self, directory: Path) -> None:
+        path, config_path = directory / "tokenizer.json", directory / "tokenizer_config.json"
+        try:
+            self._tokenizer: Any = tokenizers.Tokenizer.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise TextError(f"{path} is not a readable tokenizer ({error}); download it again") from None
+        decoder = type(self._tokenizer.decoder).__name__
+        if decoder != "ByteLevel":
+            raise TextError(f"{path}: decoder is {decoder}; only ByteLevel (byte-level BPE) is implemented")
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        config = read_json(config_path) if config_path.exists() else {}
+        self._special_tokens, self._template = _special_tokens(config), _read_template(directory, config)
         self._bytes_of: dict[int, bytes] = {}
         self.eos_token_id = self.token_id(self._special_tokens.get("eos_token", ""))
 
     @staticmethod
     def load(directory: Path) -> "Tokenizer | None":
         """Read tokenizer.json, tokenizer_config.json and the chat template; None without the first."""
-        path = directory / "tokenizer.json"
-        if not path.exists():
-            return None
-        try:
-            tokenizer = tokenizers.Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise TextError(f"{path} is not a readable tokenizer ({error}); download it again") from None
-        if not isinstance(tokenizer.decoder, tokenizers.decoders.ByteLevel):
-            found = type(tokenizer.decoder).__name__
-            raise TextError(f"{path}: decoder is {found}; only ByteLevel (byte-level BPE) is implemented")
-        tokenizer.no_truncation()
-        tokenizer.no_padding()
-        config_path = directory / "tokenizer_config.json"
-        config = read_json(config_path) if config_path.exists() else {}
-        return Tokenizer(tokenizer, config, _read_template(directory, config))
+        return Tokenizer(directory) if (directory / "tokenizer.json").exists() else None
 
     def encode(self, text: str) -> list[int]:
         """Token ids of `text`; special tokens written in it become their ids, none are added."""

@@ -75,10 +75,8 @@ class LLM:
         block_size, slots = options.block_size, options.max_running_requests
         kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device)
         shape = CacheShape(max(kv_tokens // block_size, 1), block_size, slots, config.index_kpool)
-        what, needed = (
-            f"the cache ({shape.num_blocks} blocks, {slots} slots) needs",
-            cache_bytes(config, dtype, shape),
-        )
+        what = f"the cache ({shape.num_blocks} blocks, {slots} slots) needs"
+        needed = cache_bytes(config, dtype, shape)
         require_memory(what, needed, device, "lower kv_tokens or max_running_requests")
         self.runner = Runner(self.model, allocate_trunk(config, shape, dtype, device))
         blocks = BlockManager(shape.num_blocks, block_size, slots)
@@ -105,9 +103,8 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model directory has no tokenizer.json")
         stop_ids = frozenset(() if params.ignore_eos else self.stop_ids)
-        return self._enqueue(
-            Request(self._next_id, ids, params.max_tokens, stop_ids), params, split_reasoning
-        )
+        request = Request(self._next_id, ids, params.max_tokens, stop_ids)
+        return self._enqueue(request, params, split_reasoning)
 
     def _enqueue(self, request: Request, params: SamplingParams, split_reasoning: bool = False) -> int:
         self.scheduler.add(request)

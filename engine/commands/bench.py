@@ -32,6 +32,13 @@ from model.weights import load_weights
 HOPELESS = (
     2.0  # a dtype of transformers that its warm-up shows so many times slower is left out of the rounds
 )
+COUNTS = {
+    "prefill": (2048, "tokens of the prefill"),
+    "decode": (64, "tokens decoded"),
+    "after": (256, "tokens of context before them"),
+    "repeat": (5, "rounds, whose medians count"),
+    "threads": (1, "CPU threads of both sides"),
+}
 EXAMPLES = """examples:
   python cli.py bench
   python cli.py bench --no-peer --prefill 512 --repeat 3 --json"""
@@ -88,58 +95,44 @@ class Transformers:
 
 
 Engine = OurEngine | Transformers
+Measure = Callable[[Engine, list[int]], float]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench`."""
     add = parser.add_argument
     add("--model", type=Path, default=EMBEDDED_MODEL, help="model directory (default: embedded)")
-    for name, default, unit, text in (
-        ("--prefill", 2048, "TOKENS", "prompt of the prefill"),
-        ("--decode", 64, "TOKENS", "tokens decoded"),
-        ("--after", 256, "TOKENS", "context before them"),
-        ("--repeat", 5, "ROUNDS", "medians of so many rounds"),
-        ("--threads", 1, "N", "CPU threads of both sides"),
-    ):
-        add(name, type=positive, default=default, metavar=unit, help=f"{text} (default: %(default)s)")
+    for name, (default, text) in COUNTS.items():
+        add(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)")
     add("--no-peer", action="store_true", help="leave transformers out")
     add("--json", action="store_true", help="one JSON document on stdout")
 
 
-def positive(text: str) -> int:
-    """An integer >= 1, for argparse."""
-    if (value := int(text)) < 1:
-        raise argparse.ArgumentTypeError(f"{text} is below 1")
-    return value
-
-
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0 when every round ran."""
+    for name in COUNTS:
+        if (count := getattr(args, name)) < 1:
+            raise ValueError(f"--{name} is {count}, expected at least 1")
     torch.set_num_threads(args.threads)
     load_s = []
     for _ in range(args.repeat):
         start = time.perf_counter()
         ours = OurEngine(args.model)
         load_s.append(time.perf_counter() - start)
-
-    def prompts(num_tokens: int) -> list[list[int]]:
-        """Random ids: a prompt to warm up with and one for every round."""
-        shape, generator = (args.repeat + 1, num_tokens), torch.Generator().manual_seed(0)
-        rows: list[list[int]] = torch.randint(ours.llm.config.vocab_size, shape, generator=generator).tolist()
-        return rows
-
     sides = {"ours bfloat16": ours} | ({} if args.no_peer else load_peers(args.model))
-    decode_title, steps = f"decode of {args.decode} after {args.after}", args.decode
-    report = {
-        "model": str(args.model),
-        "machine": machine(args.threads),
-        "rounds": args.repeat,
-        "load_s": median(load_s),
-        f"prefill of {args.prefill}": compare(
-            sides, prompts(args.prefill), lambda side, ids: side.prefill(ids)
+    quantities: dict[str, tuple[int, Measure]] = {
+        f"prefill of {args.prefill}": (args.prefill, lambda side, ids: side.prefill(ids)),
+        f"decode of {args.decode} after {args.after}": (
+            args.after,
+            lambda side, ids: side.decode(ids, args.decode),
         ),
-        decode_title: compare(sides, prompts(args.after), lambda side, ids: side.decode(ids, steps)),
     }
+    report: dict[str, Any] = {"model": str(args.model), "machine": machine(args.threads)}
+    report |= {"rounds": args.repeat, "load_s": median(load_s)}
+    for title, (num_tokens, measure) in quantities.items():
+        shape, dice = (args.repeat + 1, num_tokens), torch.Generator().manual_seed(0)
+        prompts = torch.randint(ours.llm.config.vocab_size, shape, generator=dice).tolist()
+        report[title] = compare(sides, prompts, measure)
     print(json.dumps(report, indent=1) if args.json else table(report))
     return 0
 
@@ -148,14 +141,11 @@ def load_peers(directory: Path) -> dict[str, Engine]:
     """Transformers in both dtypes, on the expanded checkpoint."""
     with tempfile.TemporaryDirectory() as expanded:
         write_bf16(directory, Path(expanded))
-        return {
-            f"transformers {dtype}": Transformers(Path(expanded), dtype) for dtype in ("bfloat16", "float32")
-        }
+        dtypes = ("bfloat16", "float32")
+        return {f"transformers {dtype}": Transformers(Path(expanded), dtype) for dtype in dtypes}
 
 
-def compare(
-    sides: Mapping[str, Engine], prompts: list[list[int]], measure: Callable[[Engine, list[int]], float]
-) -> dict[str, Any]:
+def compare(sides: Mapping[str, Engine], prompts: list[list[int]], measure: Measure) -> dict[str, Any]:
     """Tokens/s of all sides, in turns, after a prompt to warm up; medians, and the first side's over the best other.
 
     A side that is HOPELESS times slower than the best of the others while warming up runs no rounds.

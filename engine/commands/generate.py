@@ -7,15 +7,14 @@ together and are printed one after the other. Stdout carries the answers (or one
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from engine.commands.common import add_engine_arguments, decode_utf8, load_engine
-from engine.llm import LLM, Prompt
+from engine.llm import LLM
 from engine.output import Delta, Result
-from engine.sampling import SamplingParams
 from engine.text import REASONING_EFFORTS, ends_in_thinking
 
 EXAMPLES = """examples:
@@ -58,14 +57,24 @@ def run(args: argparse.Namespace) -> int:
     names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
     changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     params = llm.default_params(**changes, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
-    prompts: list[Prompt] = [render_chat(llm, text, args) if args.chat else text for text in texts]
-    show = (lambda deltas: None) if args.json else Printer(as_text=llm.tokenizer is not None).show
-    results, interrupted = run_prompts(llm, [*prompts, *ids], params, args.chat, show)
+    if args.chat:
+        texts = [render_chat(llm, text, args) for text in texts]
+    thinking = [args.chat and ends_in_thinking(text) for text in texts]
+    requests = [llm.add_request(t, params, split_reasoning=s) for t, s in zip(texts, thinking, strict=True)]
+    requests += [llm.add_request(prompt, params) for prompt in ids]
+    show, code = (lambda deltas: None) if args.json else Printer(llm.tokenizer is not None).show, 0
+    try:
+        while llm.has_work:
+            show(llm.step())
+    except KeyboardInterrupt:  # what was generated is kept
+        code = 130
+        show([delta for request_id in requests if (delta := llm.cancel(request_id))])
+    results = [llm.result(request_id) for request_id in requests]
     if args.json:
         print(json.dumps({"model": args.model, "seed": llm.seed, "results": [as_json(r) for r in results]}))
     else:
         report(results, llm.seed)
-    return 130 if interrupted else int(any(result.finish_reason == "error" for result in results))
+    return code or int(any(result.finish_reason == "error" for result in results))
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -104,23 +113,6 @@ def render_chat(llm: LLM, text: str, args: argparse.Namespace) -> str:
     system = [{"role": "system", "content": args.system}] if args.system is not None else []
     messages = [*system, {"role": "user", "content": text}]
     return llm.tokenizer.chat(messages, reasoning_effort=args.reasoning_effort)
-
-
-def run_prompts(
-    llm: LLM, prompts: list[Prompt], params: SamplingParams, chat: bool, show: Callable[[list[Delta]], None]
-) -> tuple[list[Result], bool]:
-    """Results in prompt order, and whether Ctrl-C cut them short (what was generated is kept)."""
-    ids, interrupted = [], False
-    for prompt in prompts:
-        thinking = chat and isinstance(prompt, str) and ends_in_thinking(prompt)
-        ids.append(llm.add_request(prompt, params, split_reasoning=thinking))
-    try:
-        while llm.has_work:
-            show(llm.step())
-    except KeyboardInterrupt:
-        interrupted = True
-        show([delta for request_id in ids if (delta := llm.cancel(request_id))])
-    return [llm.result(request_id) for request_id in ids], interrupted
 
 
 class Printer:

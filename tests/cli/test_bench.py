@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file
 
 from engine.commands import bench
+from tests.command import run_cli
 from tests.oracles import read_tensors, tiny_config, transformers_logits, write_checkpoint
 
 DATA = Path(__file__).parents[1] / "data"
@@ -109,7 +110,7 @@ def test_the_command_prints_one_document_or_one_table(
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "x"])
-def test_a_count_below_one_is_refused(value: str) -> None:
-    with pytest.raises(SystemExit) as refusal:
-        parse(["--repeat", value])
-    assert refusal.value.code == 2
+@pytest.mark.parametrize("name", ["prefill", "decode", "after", "repeat", "threads"])
+def test_a_count_below_one_is_refused(capsys: pytest.CaptureFixture[str], name: str, value: str) -> None:
+    outcome = run_cli(capsys, "bench", f"--{name}", value)
+    assert (outcome.code, outcome.out) == (2, "") and f"--{name}" in outcome.err and value in outcome.err

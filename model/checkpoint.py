@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from model.config import parse_config, read_json
 from model.formats import FP8_BLOCK, MXFP8_GROUP
@@ -27,23 +26,17 @@ RESAVED_HINT = "it was re-saved under transformers' module names; use the reposi
 CONTRADICTION_HINT = "config.json and the shards are of different versions; download both again"
 
 
-class Layout(NamedTuple):
-    """One way to store a Linear: suffix -> accepted file dtypes, in the order of the format's parts."""
-
-    format: Format
-    parts: Mapping[str, tuple[str, ...]]
-
-
 FLOAT, FP8, BYTE = ("BF16", "F32"), ("F8_E4M3",), ("U8",)
-LAYOUTS = (
-    Layout("plain", {"weight": FLOAT}),
-    Layout("nvfp4", {"weight": BYTE, "weight_scale": FP8, "weight_scale_2": ("F32",)}),
-    Layout("nvfp4", {"weight_packed": BYTE, "weight_scale": FP8, "weight_global_scale": ("F32",)}),
-    Layout("fp8_block", {"weight": FP8, "weight_scale_inv": FLOAT}),
-    Layout("fp8_block", {"weight": FP8, "weight_scale": FLOAT}),
-    Layout("mxfp8", {"weight": FP8, "weight_scale": ("U8", "F8_E8M0")}),
+# Ways to store a Linear: suffix -> accepted file dtypes, in the order of the format's parts.
+LAYOUTS: tuple[tuple[Format, Mapping[str, tuple[str, ...]]], ...] = (
+    ("plain", {"weight": FLOAT}),
+    ("nvfp4", {"weight": BYTE, "weight_scale": FP8, "weight_scale_2": ("F32",)}),
+    ("nvfp4", {"weight_packed": BYTE, "weight_scale": FP8, "weight_global_scale": ("F32",)}),
+    ("fp8_block", {"weight": FP8, "weight_scale_inv": FLOAT}),
+    ("fp8_block", {"weight": FP8, "weight_scale": FLOAT}),
+    ("mxfp8", {"weight": FP8, "weight_scale": ("U8", "F8_E8M0")}),
 )
-SUFFIXES = tuple(dict.fromkeys(suffix for layout in LAYOUTS for suffix in layout.parts))
+SUFFIXES = tuple(dict.fromkeys(suffix for _, layout in LAYOUTS for suffix in layout))
 
 
 @dataclass(frozen=True)
@@ -142,22 +135,24 @@ def _canonical(headers: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 
 def _take(spec: ParameterSpec, found: dict[str, StoredTensor]) -> StoredParameter:
     """The parameter's tensors, removed from `found`. Raises WeightError unless they make one format."""
-    if spec.stem == spec.name or spec.kind == "float32":
+    stem = spec.stem
+    if stem == spec.name or spec.kind == "float32":
         parts = {"weight": found.pop(spec.name)} if spec.name in found else {}
     else:
-        names = ((suffix, f"{spec.stem}.{suffix}") for suffix in SUFFIXES)
-        parts = {suffix: found.pop(name) for suffix, name in names if name in found}
+        parts = {s: found.pop(name) for s in SUFFIXES if (name := f"{stem}.{s}") in found}
     if not parts:
         raise WeightError(f"missing, expected shape {list(spec.shape)}")
-    for layout in LAYOUTS:
-        if parts.keys() == layout.parts.keys() and all(parts[s].dtype in d for s, d in layout.parts.items()):
-            break
-    else:
+    fitting = [
+        (format, layout)
+        for format, layout in LAYOUTS
+        if parts.keys() == layout.keys() and all(part.dtype in layout[s] for s, part in parts.items())
+    ]
+    if not fitting:
         described = ", ".join(f"{suffix} {part.describe()}" for suffix, part in parts.items())
         raise WeightError(f"found {described}; these make no known format")
-    ordered = tuple(parts[suffix] for suffix in layout.parts)
-    shapes = part_shapes(layout.format, spec.shape)
-    for suffix, part, shape in zip(layout.parts, ordered, shapes, strict=True):
+    format, layout = fitting[0]
+    ordered = tuple(parts[suffix] for suffix in layout)
+    for suffix, part, shape in zip(layout, ordered, part_shapes(format, spec.shape), strict=True):
         if part.shape != shape and not (shape == () and part.shape == (1,)):
             raise WeightError(f"{suffix} has shape {list(part.shape)}, expected {list(shape)}")
-    return StoredParameter(spec, layout.format, ordered, divides="weight_global_scale" in parts)
+    return StoredParameter(spec, format, ordered, divides="weight_global_scale" in parts)

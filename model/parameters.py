@@ -59,15 +59,19 @@ def _spec(layer: int | None, role: str, row: Row) -> ParameterSpec:
 
 
 def _trunk_layer(config: Glm5NextConfig, layer: int) -> Iterator[Group]:
+    hidden, streams = config.hidden_size, config.hc_mult
+    outputs = 2 * streams + streams * streams
     yield "norms", _norms(config, "input_layernorm", "post_attention_layernorm")
-    yield "mhc", _hyper_connections(config)
+    for site in ("attn", "ffn"):
+        fn = (f"hc_{site}_fn", (outputs, streams * hidden), None)
+        yield "mhc", (fn, (f"hc_{site}_base", (outputs,), None), (f"hc_{site}_scale", (3,), None))
     if config.layer_types[layer] == "kda":
         yield "kda", _kda(config)
     else:
         yield "mla", _mla(config)
         yield "indexers", _indexer(config)
     if config.mlp_layer_types[layer] == "dense":
-        yield "dense mlp", _mlp(config.hidden_size, config.intermediate_size, "mlp")
+        yield "dense mlp", _mlp(hidden, config.intermediate_size, "mlp")
     else:
         yield from _moe(config)
 
@@ -83,15 +87,6 @@ def _mtp_layer(config: Glm5NextConfig) -> Iterator[Group]:
 
 def _norms(config: Glm5NextConfig, *names: str) -> Iterator[Row]:
     return ((f"{name}.weight", (config.hidden_size,), None) for name in names)
-
-
-def _hyper_connections(config: Glm5NextConfig) -> Iterator[Row]:
-    streams = config.hc_mult
-    outputs = 2 * streams + streams * streams
-    for site in ("attn", "ffn"):
-        yield f"hc_{site}_fn", (outputs, streams * config.hidden_size), None
-        yield f"hc_{site}_base", (outputs,), None
-        yield f"hc_{site}_scale", (3,), None
 
 
 def _kda(config: Glm5NextConfig) -> Iterator[Row]:

@@ -17,7 +17,7 @@ from model.config import Glm5NextConfig, read_json
 from model.parameters import ParameterSpec, parameter_specs
 from model.quantization import Format, parse_quantization
 from model.shards import DTYPES, INDEX, SINGLE, Reader, StoredTensor
-from model.weights import WeightStore, WeightTree
+from model.weights import WeightTree
 
 E2M1_RMS = 2.926  # root mean square of the sixteen codes
 FLOAT32_VALUES: Mapping[str, tuple[float, float]] = {  # name ending -> mean, standard deviation
@@ -57,14 +57,14 @@ def random_weights(
 
     specs = parameter_specs(config, num_layers=num_layers, with_mtp=with_mtp)
     parameters = {spec.name: stored_as(spec, format_of(spec)) for spec in specs}
-    return WeightTree(WeightStore(parameters, random_reader(parameters, seed), linear_dtype, device))
+    return WeightTree(parameters, random_reader(parameters, seed), linear_dtype, device)
 
 
 def stored_as(spec: ParameterSpec, format: Format) -> StoredParameter:
     """A parameter as a file would hold it in `format` (NVFP4 in ModelOpt form), scales in float32."""
-    layout = next(layout for layout in LAYOUTS if layout.format == format)
+    layout = next(layout for known, layout in LAYOUTS if known == format)
     parts = []
-    for (suffix, dtypes), shape in zip(layout.parts.items(), part_shapes(format, spec.shape), strict=True):
+    for (suffix, dtypes), shape in zip(layout.items(), part_shapes(format, spec.shape), strict=True):
         name = spec.name if suffix == "weight" else f"{spec.stem}.{suffix}"
         dtype = dtypes[0] if suffix == "weight" and spec.kind == "linear" else dtypes[-1]
         size = math.prod(shape) * DTYPES[dtype].itemsize

@@ -8,8 +8,7 @@ afterwards. Besides the result, at most one tensor is alive at a time.
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from model.config import Glm5NextConfig
 from model.formats import Fp8BlockWeight, Mxfp8Weight, Nvfp4Weight, PlainWeight, Weight
 from model.parameters import parameter_specs
 from model.quantization import Format
-from model.shards import Reader, WeightError, shard_reader
+from model.shards import Reader, StoredTensor, WeightError, shard_reader
 
 Progress = Callable[[int, int], None]
 # A format in memory: its class, and the dtypes of its parts; None stands for `linear_dtype`.
@@ -33,56 +32,25 @@ RESIDENT: Mapping[Format, tuple[type[Weight], tuple[torch.dtype | None, ...]]] =
 }
 
 
-@dataclass
-class WeightStore:
-    """The parameters to be taken, and the bookkeeping that all branches of a tree share."""
+@dataclass(frozen=True)
+class WeightTree:
+    """Parameters under a prefix, relative to which names are given; all branches share the bookkeeping."""
 
     parameters: Mapping[str, StoredParameter]
     read: Reader
     linear_dtype: torch.dtype
     device: torch.device
-    progress: Progress | None = None
+    prefix: str = ""
     taken: Counter[str] = field(default_factory=Counter)
-    done_bytes: int = 0
-
-    @cached_property
-    def total_bytes(self) -> int:
-        """Bytes of all parameters in the files."""
-        return sum(parameter.nbytes for parameter in self.parameters.values())
-
-    def empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-        """Uninitialised resident memory."""
-        return torch.empty(shape, dtype=dtype or self.linear_dtype, device=self.device)
-
-    def fill(self, parameter: StoredParameter, destinations: Sequence[Tensor]) -> None:
-        """Copy the parts of a parameter into resident memory, casting on the way."""
-        self.taken[parameter.spec.name] += 1
-        for part, destination in zip(parameter.parts, destinations, strict=True):
-            value = self.read(part).reshape(destination.shape)  # a file may hold a tensor scale as [1]
-            if value.dtype == torch.uint8 and destination.dtype == torch.float8_e8m0fnu:
-                value = value.view(torch.float8_e8m0fnu)
-            destination.copy_(value)
-        if parameter.divides:
-            destinations[-1].reciprocal_()
-        self.done_bytes += parameter.nbytes
-        if self.progress is not None:
-            self.progress(self.done_bytes, self.total_bytes)
-
-
-class WeightTree:
-    """Parameters under a prefix. Names are the file's, relative to the prefix."""
-
-    def __init__(self, store: WeightStore, prefix: str = "") -> None:
-        self._store, self._prefix = store, prefix
 
     def at(self, prefix: str) -> "WeightTree":
-        """The branch below `prefix`, e.g. "layers.3.mlp"; shares the bookkeeping."""
-        return WeightTree(self._store, f"{self._prefix}{prefix}.")
+        """The branch below `prefix`, e.g. "layers.3.mlp"."""
+        return replace(self, prefix=f"{self.prefix}{prefix}.")
 
     @property
     def resident_bytes(self) -> int:
-        """Bytes that all parameters of the store take once they are in memory."""
-        return sum(resident_bytes(p, self._store.linear_dtype) for p in self._store.parameters.values())
+        """Bytes that all parameters take once they are in memory, those of other branches too."""
+        return sum(resident_bytes(p, self.linear_dtype) for p in self.parameters.values())
 
     def has(self, name: str) -> bool:
         """Whether the parameter `name` (full, or a Linear's without `.weight`) exists."""
@@ -91,8 +59,8 @@ class WeightTree:
     def tensor(self, name: str) -> Tensor:
         """A float32 role, e.g. "A_log" or "o_norm.weight": float32, the file's shape."""
         parameter = self._get(name)
-        destination = self._store.empty(parameter.spec.shape, torch.float32)
-        self._store.fill(parameter, [destination])
+        destination = self._empty(parameter.spec.shape, torch.float32)
+        self._fill(parameter, [destination])
         return destination
 
     def linear(self, name: str) -> Weight:
@@ -106,9 +74,9 @@ class WeightTree:
             if parameter.format != "plain":
                 raise WeightError(f"{parameter.spec.name} is {parameter.format}; only plain weights fuse")
         rows = [parameter.spec.shape[0] for parameter in parameters]
-        tensor = self._store.empty((sum(rows), parameters[0].spec.shape[1]))
+        tensor = self._empty((sum(rows), parameters[0].spec.shape[1]))
         for parameter, destination in zip(parameters, torch.split(tensor, rows), strict=True):
-            self._store.fill(parameter, [destination])
+            self._fill(parameter, [destination])
         return PlainWeight(tensor)
 
     def stack(self, names: Sequence[str]) -> Weight:
@@ -124,11 +92,10 @@ class WeightTree:
         weight_class, dtypes = RESIDENT[first.format]
         shapes = part_shapes(first.format, first.spec.shape)
         stacks = [
-            self._store.empty((len(names), *shape), dtype)
-            for shape, dtype in zip(shapes, dtypes, strict=True)
+            self._empty((len(names), *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
         ]
         for parameter, *parts in zip(parameters, *stacks, strict=True):
-            self._store.fill(parameter, parts)
+            self._fill(parameter, parts)
         return weight_class(*stacks)
 
     def experts(self, *projections: str) -> Weight:
@@ -139,21 +106,35 @@ class WeightTree:
 
     def finish(self) -> None:
         """Raise WeightError unless every parameter was taken exactly once."""
-        taken = ((name, self._store.taken[name]) for name in self._store.parameters)
+        taken = ((name, self.taken[name]) for name in self.parameters)
         problems = (
             f"{name}: taken {times} times by the model, expected once" for name, times in taken if times != 1
         )
         raise_if_any("model", problems, "the model and the checkpoint do not cover each other")
 
     def _find(self, name: str) -> StoredParameter | None:
-        full = self._prefix + name
-        return self._store.parameters.get(full) or self._store.parameters.get(f"{full}.weight")
+        full = self.prefix + name
+        return self.parameters.get(full) or self.parameters.get(f"{full}.weight")
 
     def _get(self, name: str) -> StoredParameter:
         parameter = self._find(name)
         if parameter is None:
-            raise WeightError(f"the model asks for {self._prefix}{name}, which the checkpoint does not have")
+            raise WeightError(f"the model asks for {self.prefix}{name}, which the checkpoint does not have")
         return parameter
+
+    def _empty(self, shape: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+        return torch.empty(shape, dtype=dtype or self.linear_dtype, device=self.device)
+
+    def _fill(self, parameter: StoredParameter, destinations: Sequence[Tensor]) -> None:
+        """Copy the parts of a parameter into resident memory, casting on the way."""
+        self.taken[parameter.spec.name] += 1
+        for part, destination in zip(parameter.parts, destinations, strict=True):
+            value = self.read(part).reshape(destination.shape)  # a file may hold a tensor scale as [1]
+            if value.dtype == torch.uint8 and destination.dtype == torch.float8_e8m0fnu:
+                value = value.view(torch.float8_e8m0fnu)
+            destination.copy_(value)
+        if parameter.divides:
+            destinations[-1].reciprocal_()
 
 
 def resident_bytes(parameter: StoredParameter, linear_dtype: torch.dtype, ranks: int = 1) -> int:
@@ -180,7 +161,7 @@ def load_weights(
 ) -> WeightTree:
     """Check the whole directory from its headers and return the tree that reads it.
 
-    `progress(done_bytes, total_bytes)` is called after every parameter. Raises WeightError.
+    `progress(done_bytes, total_bytes)` is called for every tensor. Raises WeightError.
     """
     checkpoint = read_checkpoint(directory)
     if with_mtp and not checkpoint.has_mtp:
@@ -189,4 +170,14 @@ def load_weights(
         raise_if_any(directory, checkpoint.mtp_problems, "the MTP layer is damaged; run without drafts")
     names = [spec.name for spec in parameter_specs(config, with_mtp=with_mtp)]
     parameters = {name: checkpoint.parameters[name] for name in names}
-    return WeightTree(WeightStore(parameters, shard_reader(), linear_dtype, device, progress))
+    done_bytes, total_bytes = 0, sum(parameter.nbytes for parameter in parameters.values())
+    read_shard = shard_reader()
+
+    def read(tensor: StoredTensor) -> Tensor:
+        nonlocal done_bytes
+        done_bytes += tensor.nbytes
+        if progress is not None:
+            progress(done_bytes, total_bytes)
+        return read_shard(tensor)
+
+    return WeightTree(parameters, read, linear_dtype, device)

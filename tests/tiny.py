@@ -22,7 +22,7 @@ from model.parameters import parameter_specs
 from model.quantization import Format
 from model.random_weights import random_reader, stored_as
 from model.shards import StoredTensor
-from model.weights import WeightStore, WeightTree
+from model.weights import WeightTree
 from tests.driver import CPU, DATA, poison
 
 TINY = replace(
@@ -70,7 +70,7 @@ def tree(
         is_mlp = ".mlp." in spec.name and spec.name.endswith("_proj.weight")
         parameters[spec.name] = stored_as(spec, format if is_mlp else "plain")
     reader = SettableReader(parameters, overrides or {}, seed=5)
-    return WeightTree(WeightStore(parameters, reader, torch.float32, CPU))
+    return WeightTree(parameters, reader, torch.float32, CPU)
 
 
 def model(overrides: Overrides | None = None, config: Glm5NextConfig = TINY) -> tuple[Glm5Next, Mtp]:

@@ -6,6 +6,7 @@ F32, quantised ones packed.
 """
 
 import argparse
+import gc
 import json
 import math
 from collections import Counter
@@ -38,6 +39,7 @@ def run(args: argparse.Namespace) -> int:
     """Print the report. Raises ValueError or OSError on bad input."""
     if args.tp < 1:
         raise ValueError(f"--tp is {args.tp}, expected at least 1")
+    gc.set_threshold(100_000)  # a million small objects, none of them garbage
     report = inspect(args.directory, args.tp)
     print(json.dumps(report, indent=1) if args.json else _table(report))
     return 0

@@ -21,7 +21,7 @@ from model import nvfp4
 from model.checkpoint import UNUSED_SCALES, Checkpoint, raise_if_any, read_checkpoint
 from model.config import parse_config, read_json
 from model.shards import INDEX, WeightError, shard_reader
-from model.weights import WeightStore, WeightTree
+from model.weights import WeightTree
 
 MAX_SHARD_BYTES = 5_000_000_000
 QUANTISED_ROLES = ("routed experts", "mtp experts")
@@ -67,7 +67,7 @@ def quantize(source: Path, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES)
 def quantised_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the result under its file name, one parameter at a time."""
     read = shard_reader()
-    tree = WeightTree(WeightStore(checkpoint.parameters, read, torch.float32, torch.device("cpu")))
+    tree = WeightTree(checkpoint.parameters, read, torch.float32, torch.device("cpu"))
     for parameter in checkpoint.parameters.values():
         name, stem = parameter.parts[0].name.removesuffix("_packed"), parameter.spec.stem
         if parameter.format == "plain" and parameter.spec.role not in QUANTISED_ROLES:

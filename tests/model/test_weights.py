@@ -143,7 +143,7 @@ class TestValues:
 
 def take_all(tree: WeightTree) -> None:
     """Take every parameter once, one by one."""
-    for name, parameter in tree._store.parameters.items():
+    for name, parameter in tree.parameters.items():
         tree.linear(parameter.spec.stem) if parameter.spec.kind == "linear" else tree.tensor(name)
 
 

@@ -113,7 +113,13 @@ class Glm5NextConfig:
 
 def load_config(directory: Path) -> Glm5NextConfig:
     """Read `directory/config.json`. Raises ConfigError on a value that is not implemented."""
-    return parse_config(read_json(directory / "config.json"))
+    raw = read_json(directory / "config.json")
+    try:
+        return parse_config(raw)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"config.json holds a value of a wrong JSON type ({error}); download it again"
+        ) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:

@@ -32,12 +32,13 @@ def allocate_trunk(
     state_dtype: torch.dtype = torch.float32,
 ) -> TrunkCache:
     """Pages and slots of every trunk layer. Latents and convolution rows in `dtype`, states in `state_dtype`."""
-    heads, head_dim, slots = config.linear_num_heads, config.linear_head_dim, shape.num_slots
-    conv_shape = (slots, config.linear_conv_kernel_dim - 1, 3 * config.linear_width)
+    slots, head_dim = shape.num_slots, config.linear_head_dim
+    matrix = (slots, config.linear_num_heads, head_dim, head_dim)
+    conv = (slots, config.linear_conv_kernel_dim - 1, 3 * config.linear_width)
     kda = {
         layer: KdaState(
-            torch.empty(slots, heads, head_dim, head_dim, dtype=state_dtype, device=device),
-            torch.empty(conv_shape, dtype=dtype, device=device),
+            torch.empty(matrix, dtype=state_dtype, device=device),
+            torch.empty(conv, dtype=dtype, device=device),
         )
         for layer in config.kda_layers
     }

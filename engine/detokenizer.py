@@ -37,22 +37,27 @@ class StopMatcher:
     """Ends the text right before the stop string that is completed first (the longer of two ending together).
 
     Holds back the longest end of the text that begins a stop string: at most len(stop) - 1 characters.
+    After a stop nothing more is shown; `rest` is what followed it in the same piece.
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
-        self._stops, self._held, self._stopped = stops, "", False
+        self._stops, self._held, self._stopped, self.rest = stops, "", False, ""
 
     def push(self, text: str) -> tuple[str, bool]:
-        """(text to show, whether a stop string was completed); after a stop nothing more is shown."""
+        """(text to show, whether a stop string was completed)."""
         if self._stopped:
             return "", True
-        text = self._held + text
+        text, self._held = self._held + text, ""
         found = [(start + len(stop), start) for stop in self._stops if (start := text.find(stop)) >= 0]
         if found:
-            self._held, self._stopped = "", True
-            return text[: min(found)[1]], True
-        shown, self._held = _settled(text, self._stops)
-        return shown, False
+            end, start = min(found)
+            self._stopped, self.rest = True, text[end:]
+            return text[:start], True
+        first = max(len(text) - max(map(len, self._stops), default=0), 0)
+        cuts = (i for i in range(first, len(text)) if any(stop.startswith(text[i:]) for stop in self._stops))
+        cut = next(cuts, len(text))
+        self._held = text[cut:]
+        return text[:cut], False
 
     def finish(self) -> str:
         """The held text, which turned out to be no stop string."""
@@ -68,28 +73,13 @@ class ReasoningSplitter:
     """
 
     def __init__(self, thinking: bool) -> None:
-        self.thinking, self._held = thinking, ""
+        self.thinking, self._tag = thinking, StopMatcher((THINK_END,))
+        self.finish = self._tag.finish  # the held beginning of a tag that never came: reasoning
 
     def push(self, text: str) -> tuple[str, str]:
         """(reasoning delta, answer delta)."""
         if not self.thinking:
             return "", text
-        reasoning, tag, answer = (self._held + text).partition(THINK_END)
-        if tag:
-            self.thinking, self._held = False, ""
-        else:
-            reasoning, self._held = _settled(reasoning, (THINK_END,))
-        return reasoning, answer
-
-    def finish(self) -> tuple[str, str]:
-        """(the held beginning of a tag that never came, "")."""
-        held, self._held = self._held, ""
-        return held, ""
-
-
-def _settled(text: str, markers: Sequence[str]) -> tuple[str, str]:
-    """`text`, which holds no whole marker, cut before its longest end that begins one."""
-    first = max(len(text) - max(map(len, markers), default=0), 0)
-    cuts = (i for i in range(first, len(text)) if any(marker.startswith(text[i:]) for marker in markers))
-    cut = next(cuts, len(text))
-    return text[:cut], text[cut:]
+        reasoning, ended = self._tag.push(text)
+        self.thinking = not ended
+        return reasoning, self._tag.rest

@@ -63,7 +63,6 @@ class LLM:
         self.stop_ids = stop_token_ids(self.config.eos_token_ids, self.generation_config, self.tokenizer)
         self._load(directory, progress)
         self._outputs: dict[int, Output] = {}
-        self._requests: dict[int, Request] = {}
         self._next_id = 0
 
     def _load(self, directory: Path, progress: Progress | None) -> None:
@@ -119,9 +118,8 @@ class LLM:
         if params.stop and self.tokenizer is None:
             raise ValueError("stop strings need a tokenizer, and the model directory has no tokenizer.json")
         stop_ids = frozenset(() if params.ignore_eos else self.stop_ids)
-        return self._enqueue(
-            Request(self._next_id, ids, params.max_tokens, stop_ids), params, split_reasoning
-        )
+        request = Request(self._next_id, ids, params.max_tokens, stop_ids)
+        return self._enqueue(request, params, split_reasoning)
 
     def _enqueue(self, request: Request, params: SamplingParams, split_reasoning: bool = False) -> int:
         self.scheduler.add(request)
@@ -130,8 +128,7 @@ class LLM:
         # Each request of one engine seed gets a stream of its own.
         seed = (self.seed + request_id) % NUM_SEEDS if params.seed is None else params.seed
         self.runner.add(request_id, params, seed)
-        output = Output(request_id, len(request.prompt), self.tokenizer, params.stop, split_reasoning)
-        self._requests[request_id], self._outputs[request_id] = request, output
+        self._outputs[request_id] = Output(request, self.tokenizer, params.stop, split_reasoning)
         return request_id
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -163,25 +160,24 @@ class LLM:
         return [delta for advance in self.scheduler.commit(plan, result) for delta in self._deliver(advance)]
 
     def _deliver(self, advance: Advance) -> Iterator[Delta]:
-        request, reason = advance.request, advance.finish_reason
-        output = self._outputs[request.request_id]
-        output.result.cached_tokens = request.num_cached_tokens
+        output, reason = self._outputs[advance.request.request_id], advance.finish_reason
+        output.result.cached_tokens = advance.request.num_cached_tokens
         if advance.token is not None:
             delta, stopped = output.push(advance.token)
             yield delta
             if stopped:  # at the last allowed token, too, a stop string is a stop
                 reason = "stop"
-                self.scheduler.finish(request, reason)
+                self.scheduler.finish(advance.request, reason)
         if reason is not None:
             yield output.finish(reason, advance.message)
 
     def cancel(self, request_id: int, reason: FinishReason = "cancelled") -> Delta | None:
         """End a request between two steps; None if it had ended. What it generated stays in its result."""
-        request = self._requests[request_id]
-        if request.status == "finished":
+        output = self._outputs[request_id]
+        if output.request.status == "finished":
             return None
-        self.scheduler.finish(request, reason)
-        return self._outputs[request_id].finish(reason)
+        self.scheduler.finish(output.request, reason)
+        return output.finish(reason)
 
     def result(self, request_id: int) -> Result:
         """A request's result so far."""
@@ -190,7 +186,7 @@ class LLM:
     def forget(self, request_ids: Iterable[int]) -> None:
         """Drop the results of ended requests."""
         for request_id in request_ids:
-            del self._requests[request_id], self._outputs[request_id]
+            del self._outputs[request_id]
 
     def stream(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Delta]:
         """Deltas of all prompts as they come, ids counting from the first prompt's; leaving early cancels."""
@@ -209,24 +205,23 @@ class LLM:
         return [result.prompt_log_probs for result in self._results(queued)]
 
     def _results(self, queueing: Iterable[int]) -> list[Result]:
-        results: list[Result] = []
-        for _ in self._run(queueing, results):
+        outputs: list[Output] = []
+        for _ in self._run(queueing, outputs):
             pass
-        return results
+        return [output.result for output in outputs]
 
-    def _run(self, queueing: Iterable[int], results: list[Result]) -> Iterator[Delta]:
-        """Deltas of the requests that `queueing` queues one by one, their results into `results`.
+    def _run(self, queueing: Iterable[int], outputs: list[Output]) -> Iterator[Delta]:
+        """Deltas of the requests that `queueing` queues one by one, and their outputs in `outputs`.
 
         None of the requests stays behind, however this is left.
         """
-        requests: list[Request] = []
         try:
             for request_id in queueing:
-                requests.append(self._requests[request_id])
-                results.append(self.result(request_id))
-            while any(request.status != "finished" for request in requests):
+                outputs.append(self._outputs[request_id])
+            while any(output.request.status != "finished" for output in outputs):
                 yield from self.step()
         finally:
-            for request in requests:
-                self.cancel(request.request_id)
-            self.forget(request.request_id for request in requests)
+            ids = [output.request.request_id for output in outputs]
+            for request_id in ids:
+                self.cancel(request_id)
+            self.forget(ids)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from engine.detokenizer import Detokenizer, ReasoningSplitter, StopMatcher
 from engine.text import Tokenizer
-from scheduler.request import FinishReason
+from scheduler.request import FinishReason, Request
 
 
 @dataclass(frozen=True)
@@ -40,17 +40,12 @@ class Result:
 
 
 class Output:
-    """Collects one request's Result, token by token."""
+    """Collects one request's Result, token by token; `thinking`: its text begins in `<think>`."""
 
     def __init__(
-        self,
-        request_id: int,
-        prompt_tokens: int,
-        tokenizer: Tokenizer | None,
-        stop: tuple[str, ...],
-        thinking: bool,
+        self, request: Request, tokenizer: Tokenizer | None, stop: tuple[str, ...], thinking: bool
     ) -> None:
-        self.request_id, self.result = request_id, Result(prompt_tokens)
+        self.request, self.result = request, Result(len(request.prompt))
         self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
         self._matcher, self._splitter = StopMatcher(stop), ReasoningSplitter(thinking)
         self._started, self._first_token_at = time.perf_counter(), 0.0
@@ -65,8 +60,7 @@ class Output:
             result.ttft_s, self._first_token_at = now - self._started, now
         elif now > self._first_token_at:
             result.decode_tokens_per_s = (len(result.token_ids) - 1) / (now - self._first_token_at)
-        text = self._detokenizer.push([token]) if self._detokenizer else ""
-        shown, stopped = self._matcher.push(text)
+        shown, stopped = self._matcher.push(self._detokenizer.push([token]) if self._detokenizer else "")
         return self._delta((token,), *self._splitter.push(shown)), stopped
 
     def finish(self, reason: FinishReason, message: str | None = None) -> Delta:
@@ -74,13 +68,12 @@ class Output:
         self.result.finish_reason, self.result.message = reason, message
         shown, _ = self._matcher.push(self._detokenizer.finish() if self._detokenizer else "")
         reasoning, text = self._splitter.push(shown + self._matcher.finish())
-        return self._delta((), reasoning + self._splitter.finish()[0], text, reason)
+        return self._delta((), reasoning + self._splitter.finish(), text)
 
-    def _delta(
-        self, tokens: tuple[int, ...], reasoning: str, text: str, reason: FinishReason | None = None
-    ) -> Delta:
-        if self.result.text is not None:
-            self.result.text += text
-        if self.result.reasoning is not None:
-            self.result.reasoning += reasoning
-        return Delta(self.request_id, tokens, text, reasoning, reason)
+    def _delta(self, tokens: tuple[int, ...], reasoning: str, text: str) -> Delta:
+        result = self.result
+        if result.text is not None:
+            result.text += text
+        if result.reasoning is not None:
+            result.reasoning += reasoning
+        return Delta(self.request.request_id, tokens, text, reasoning, result.finish_reason)

@@ -8,14 +8,8 @@ rule before it left, renormalised. Invariants:
 - a draw costs one uniform number of the request's own generator: batch mates, batch order and the device
   change nothing but the last bits of the probabilities.
 
-| value                | meaning            |
-|----------------------|--------------------|
-| temperature 0        | argmax             |
-| top_k 0 or -1        | no limit           |
-| top_p 1              | no limit           |
-| top_p 0              | the top token      |
-| min_p 0              | no limit           |
-| min_p 1              | the top token(s)   |
+Temperature 0 is the argmax. top_k 0 or -1, top_p 1 and min_p 0 are no limit; top_p 0 leaves the top token, min_p 1
+also those equal to it.
 """
 
 import sys

@@ -10,40 +10,33 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from model.config import Glm5NextConfig
+from model.config import parse_config, read_json
 from model.formats import FP8_BLOCK, MXFP8_GROUP
 from model.nvfp4 import BLOCK
 from model.parameters import ParameterSpec, parameter_specs
-from model.quantization import Declaration, Format, parse_quantization
+from model.quantization import PREFIXES, Format, parse_quantization
 from model.shards import StoredTensor, WeightError, read_headers
 
-# Longest first: each is removed once.
-PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", "model.")
 VISION = re.compile(r"^(model\.)?visual\.")
 # Activation and KV scales: the engine computes with 16-bit activations and its own KV dtype.
 UNUSED_SCALES = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 RESAVED = re.compile(r"(attn|ffn)_hc\.|forget_gate\.|experts\.(gate_up|down)_proj|self_attn\.conv1d")
-
-
-class Layout(NamedTuple):
-    """One way to store a Linear: suffix -> accepted file dtypes, in the order of the format's parts."""
-
-    format: Format
-    parts: Mapping[str, tuple[str, ...]]
+RESAVED_HINT = "it was re-saved under transformers' module names; use the repository in its released layout"
+CONTRADICTION_HINT = "config.json and the shards are of different versions; download both again"
 
 
 FLOAT, FP8, BYTE = ("BF16", "F32"), ("F8_E4M3",), ("U8",)
-LAYOUTS = (
-    Layout("plain", {"weight": FLOAT}),
-    Layout("nvfp4", {"weight": BYTE, "weight_scale": FP8, "weight_scale_2": ("F32",)}),
-    Layout("nvfp4", {"weight_packed": BYTE, "weight_scale": FP8, "weight_global_scale": ("F32",)}),
-    Layout("fp8_block", {"weight": FP8, "weight_scale_inv": FLOAT}),
-    Layout("fp8_block", {"weight": FP8, "weight_scale": FLOAT}),
-    Layout("mxfp8", {"weight": FP8, "weight_scale": ("U8", "F8_E8M0")}),
+# Ways to store a Linear: suffix -> accepted file dtypes, in the order of the format's parts.
+LAYOUTS: tuple[tuple[Format, Mapping[str, tuple[str, ...]]], ...] = (
+    ("plain", {"weight": FLOAT}),
+    ("nvfp4", {"weight": BYTE, "weight_scale": FP8, "weight_scale_2": ("F32",)}),
+    ("nvfp4", {"weight_packed": BYTE, "weight_scale": FP8, "weight_global_scale": ("F32",)}),
+    ("fp8_block", {"weight": FP8, "weight_scale_inv": FLOAT}),
+    ("fp8_block", {"weight": FP8, "weight_scale": FLOAT}),
+    ("mxfp8", {"weight": FP8, "weight_scale": ("U8", "F8_E8M0")}),
 )
-SUFFIXES = tuple(dict.fromkeys(suffix for layout in LAYOUTS for suffix in layout.parts))
+SUFFIXES = tuple(dict.fromkeys(suffix for _, layout in LAYOUTS for suffix in layout))
 
 
 @dataclass(frozen=True)
@@ -76,49 +69,50 @@ def part_shapes(format: Format, shape: tuple[int, ...]) -> list[tuple[int, ...]]
     if format == "plain":
         return [shape]
     rows, columns = shape
-    group = {"nvfp4": BLOCK, "mxfp8": MXFP8_GROUP}.get(format, 1)
+    if format == "fp8_block":
+        return [shape, (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))]
+    group = BLOCK if format == "nvfp4" else MXFP8_GROUP
     if columns % group:
-        raise WeightError(
-            f"shape {list(shape)} cannot be stored as {format}: groups of {group} input columns"
-        )
-    if format == "nvfp4":
-        return [(rows, columns // 2), (rows, columns // BLOCK), ()]
-    if format == "mxfp8":
-        return [shape, (rows, columns // MXFP8_GROUP)]
-    return [shape, (-(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))]
+        groups = f"groups of {group} input columns"
+        raise WeightError(f"shape {list(shape)} cannot be stored as {format}: {groups}")
+    scales = (rows, columns // group)
+    return [(rows, columns // 2), scales, ()] if format == "nvfp4" else [shape, scales]
 
 
-def canonical_name(name: str) -> str:
-    """A file's tensor or module name without the text model's prefix."""
-    for prefix in PREFIXES:
-        if name.startswith(prefix):
-            return name[len(prefix) :]
-    return name
-
-
-def read_checkpoint(directory: Path, config: Glm5NextConfig, raw_config: Mapping[str, Any]) -> Checkpoint:
-    """Resolve every parameter of `config` against the shards' headers. Raises WeightError on any mismatch."""
-    found, skipped = _canonical(read_headers(directory))
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """Resolve every parameter of the config against the shards' headers. Raises WeightError on any mismatch."""
+    raw_config = read_json(directory / "config.json")
+    config = parse_config(raw_config)
+    headers = read_headers(directory)
+    skipped = [headers.pop(name) for name in list(headers) if VISION.match(name)]
+    found = _canonical(headers)
     mtp_prefix = f"layers.{config.num_hidden_layers}."
     # The draft head is the trunk's; a copy or placeholder in the file is never read.
-    head = [name for name in found if name.startswith(mtp_prefix + "shared_head.head.")]
-    skipped += [found.pop(name) for name in head]
+    unused = [name for name in found if name.startswith(mtp_prefix + "shared_head.head.")]
+    skipped += [found.pop(name) for name in unused]
     has_mtp = any(name.startswith(mtp_prefix) for name in found)
-    specs = parameter_specs(config, with_mtp=has_mtp)
-    parameters, problems = _resolve(specs, found)
+    parameters, problems = {}, []
+    for spec in parameter_specs(config, with_mtp=has_mtp):
+        try:
+            parameters[spec.name] = _take(spec, found)
+        except WeightError as error:
+            problems.append(f"{spec.name}: {error}")
     skipped += [found.pop(name) for name in list(found) if name.endswith(UNUSED_SCALES)]
-    problems += [f"{name}: unknown tensor {found[name].describe()}" for name in found]
-    mtp_problems = tuple(problem for problem in problems if problem.startswith(mtp_prefix))
-    trunk_problems = [problem for problem in problems if not problem.startswith(mtp_prefix)]
+    problems += [f"{name}: unknown tensor {tensor.describe()}" for name, tensor in found.items()]
     hint = RESAVED_HINT if any(RESAVED.search(name) for name in found) else "download the directory again"
-    raise_if_any(directory, trunk_problems, hint)
+    raise_if_any(directory, (problem for problem in problems if not problem.startswith(mtp_prefix)), hint)
     declaration = parse_quantization(directory, raw_config)
-    raise_if_any(directory, _contradictions(declaration, parameters, mtp_prefix), CONTRADICTION_HINT)
+    # The MTP layer's precision follows its tensors.
+    contradictions = (
+        f"{name}: tensors say {stored.format}, quantization_config says {declared}"
+        for name, stored in parameters.items()
+        if stored.spec.kind == "linear"
+        and not name.startswith(mtp_prefix)
+        and (declared := declaration.format_of(stored.spec.stem)) not in (None, stored.format)
+    )
+    raise_if_any(directory, contradictions, CONTRADICTION_HINT)
+    mtp_problems = tuple(problem for problem in problems if problem.startswith(mtp_prefix))
     return Checkpoint(parameters, tuple(skipped), has_mtp, mtp_problems)
-
-
-RESAVED_HINT = "it was re-saved under transformers' module names; use the repository in its released layout"
-CONTRADICTION_HINT = "config.json and the shards are of different versions; download both again"
 
 
 def raise_if_any(place: Path | str, problems: Iterable[str], hint: str) -> None:
@@ -129,67 +123,36 @@ def raise_if_any(place: Path | str, problems: Iterable[str], hint: str) -> None:
         raise WeightError(f"{place}: {hint}\n  " + "\n  ".join(listed[:5]) + more)
 
 
-def _canonical(headers: Mapping[str, StoredTensor]) -> tuple[dict[str, StoredTensor], list[StoredTensor]]:
+def _canonical(headers: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     found: dict[str, StoredTensor] = {}
-    skipped = []
     for name, tensor in headers.items():
-        canonical = canonical_name(name)
-        if VISION.match(name):
-            skipped.append(tensor)
-        elif canonical in found:
-            raise WeightError(f"{name} and {found[canonical].name} are the same parameter; remove one")
-        else:
-            found[canonical] = tensor
-    return found, skipped
+        prefix = next(prefix for prefix in PREFIXES if name.startswith(prefix))
+        first = found.setdefault(name[len(prefix) :], tensor)
+        if first is not tensor:
+            raise WeightError(f"{name} and {first.name} are the same parameter; remove one")
+    return found
 
 
-def _resolve(
-    specs: Iterable[ParameterSpec], found: dict[str, StoredTensor]
-) -> tuple[dict[str, StoredParameter], list[str]]:
-    """Match specs with tensors, removing them from `found`; a problem starts with the parameter's name."""
-    parameters, problems = {}, []
-    for spec in specs:
-        parts = _take_parts(spec, found)
-        try:
-            parameters[spec.name] = _stored(spec, parts)
-        except WeightError as error:
-            problems.append(f"{spec.name}: {error}")
-    return parameters, problems
-
-
-def _take_parts(spec: ParameterSpec, found: dict[str, StoredTensor]) -> dict[str, StoredTensor]:
-    if spec.stem == spec.name or spec.kind == "float32":
-        return {"weight": found.pop(spec.name)} if spec.name in found else {}
-    names = {suffix: f"{spec.stem}.{suffix}" for suffix in SUFFIXES}
-    return {suffix: found.pop(name) for suffix, name in names.items() if name in found}
-
-
-def _stored(spec: ParameterSpec, parts: Mapping[str, StoredTensor]) -> StoredParameter:
+def _take(spec: ParameterSpec, found: dict[str, StoredTensor]) -> StoredParameter:
+    """The parameter's tensors, removed from `found`. Raises WeightError unless they make one format."""
+    stem = spec.stem
+    if stem == spec.name or spec.kind == "float32":
+        parts = {"weight": found.pop(spec.name)} if spec.name in found else {}
+    else:
+        parts = {s: found.pop(name) for s in SUFFIXES if (name := f"{stem}.{s}") in found}
     if not parts:
         raise WeightError(f"missing, expected shape {list(spec.shape)}")
-    for layout in LAYOUTS:
-        if parts.keys() == layout.parts.keys() and all(parts[s].dtype in d for s, d in layout.parts.items()):
-            break
-    else:
+    fitting = [
+        (format, layout)
+        for format, layout in LAYOUTS
+        if parts.keys() == layout.keys() and all(part.dtype in layout[s] for s, part in parts.items())
+    ]
+    if not fitting:
         described = ", ".join(f"{suffix} {part.describe()}" for suffix, part in parts.items())
         raise WeightError(f"found {described}; these make no known format")
-    ordered = tuple(parts[suffix] for suffix in layout.parts)
-    shapes = part_shapes(layout.format, spec.shape)
-    for suffix, part, shape in zip(layout.parts, ordered, shapes, strict=True):
+    format, layout = fitting[0]
+    ordered = tuple(parts[suffix] for suffix in layout)
+    for suffix, part, shape in zip(layout, ordered, part_shapes(format, spec.shape), strict=True):
         if part.shape != shape and not (shape == () and part.shape == (1,)):
             raise WeightError(f"{suffix} has shape {list(part.shape)}, expected {list(shape)}")
-    return StoredParameter(spec, layout.format, ordered, divides="weight_global_scale" in parts)
-
-
-def _contradictions(
-    declaration: Declaration, parameters: Mapping[str, StoredParameter], mtp_prefix: str
-) -> list[str]:
-    """Linears whose tensors disagree with the declaration; the MTP layer's precision follows its tensors."""
-    problems = []
-    for name, stored in parameters.items():
-        if stored.spec.kind != "linear" or name.startswith(mtp_prefix):
-            continue
-        declared = declaration.format_of(stored.spec.stem)
-        if declared is not None and stored.format != declared:
-            problems.append(f"{name}: tensors say {stored.format}, quantization_config says {declared}")
-    return problems
+    return StoredParameter(spec, format, ordered, divides="weight_global_scale" in parts)

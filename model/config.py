@@ -7,7 +7,7 @@ types and the KDA sizes differently; `_linear_attention` and `LAYER_TYPES` are t
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -73,7 +73,7 @@ class Glm5NextConfig:
     index_kpool: int
     index_share_for_mtp_iteration: bool
     max_position_embeddings: int
-    num_nextn_predict_layers: int
+    num_nextn_predict_layers: Literal[0, 1]  # may be absent, unlike the plain numbers
     linear_num_heads: int
     linear_head_dim: int
     linear_conv_kernel_dim: int
@@ -113,7 +113,13 @@ class Glm5NextConfig:
 
 def load_config(directory: Path) -> Glm5NextConfig:
     """Read `directory/config.json`. Raises ConfigError on a value that is not implemented."""
-    return parse_config(read_json(directory / "config.json"))
+    raw = read_json(directory / "config.json")
+    try:
+        return parse_config(raw)
+    except (TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"config.json holds a value of a wrong JSON type ({error}); download it again"
+        ) from None
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -133,26 +139,22 @@ def parse_config(raw: Mapping[str, Any]) -> Glm5NextConfig:
     """Turn a parsed config.json (top level or bare text_config) into a Glm5NextConfig."""
     if raw.get("model_type") not in ("glm5_next", "glm5_next_text"):
         raise ConfigError(f"config.json: model_type is {raw.get('model_type')!r}, expected 'glm5_next'")
-    text: Mapping[str, Any] = raw.get("text_config", raw)
+    text = {key: raw[key] for key in ("tie_word_embeddings", "eos_token_id") if key in raw}
+    text |= raw.get("text_config", raw)
     for field, expected in FIXED_FIELDS.items():
-        found = text.get(field, raw.get(field, expected) if field == "tie_word_embeddings" else expected)
-        if found != expected:
-            raise ConfigError(f"config.json: {field} is {found!r}; only {expected!r} is implemented")
-    num_layers = _positive_int(text, "num_hidden_layers")
-    layer_types = _layer_types(text, num_layers)
+        if text.get(field, expected) != expected:
+            raise ConfigError(f"config.json: {field} is {text[field]!r}; only {expected!r} is implemented")
+    plain = [f for f in fields(Glm5NextConfig) if f.type in (int, float) and not f.name.startswith("linear_")]
+    sizes = {field.name: _number(text, field.name, field.type) for field in plain}
+    layer_types = _layer_types(text, sizes["num_hidden_layers"])
     config = Glm5NextConfig(
-        **{name: _positive_int(text, name) for name in _INT_FIELDS},
-        routed_scaling_factor=_number(text, "routed_scaling_factor"),
-        swiglu_limit=_number(text, "swiglu_limit"),
-        rms_norm_eps=_number(text, "rms_norm_eps"),
-        hc_eps=_number(text, "hc_eps"),
+        **sizes,
         **_linear_attention(text, layer_types),
-        num_hidden_layers=num_layers,
-        num_nextn_predict_layers=int(text.get("num_nextn_predict_layers", 0)),
+        num_nextn_predict_layers=text.get("num_nextn_predict_layers", 0),
         index_share_for_mtp_iteration=bool(text.get("index_share_for_mtp_iteration", True)),
         layer_types=layer_types,
-        mlp_layer_types=_mlp_layer_types(text, num_layers),
-        eos_token_ids=token_ids(text.get("eos_token_id", raw.get("eos_token_id"))),
+        mlp_layer_types=_mlp_layer_types(text, sizes["num_hidden_layers"]),
+        eos_token_ids=token_ids(text.get("eos_token_id")),
     )
     _check_relations(text, config)
     return config
@@ -160,33 +162,16 @@ def parse_config(raw: Mapping[str, Any]) -> Glm5NextConfig:
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """An `eos_token_id` entry (one id, a list, or null) as a tuple."""
-    if value is None:
-        return ()
-    return (value,) if isinstance(value, int) else tuple(value)
+    return (value,) if isinstance(value, int) else tuple(value or ())
 
 
-# fmt: off
-_INT_FIELDS = (
-    "vocab_size", "hidden_size", "intermediate_size", "moe_intermediate_size", "num_attention_heads",
-    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "v_head_dim", "n_routed_experts", "n_shared_experts",
-    "num_experts_per_tok", "hc_mult", "hc_sinkhorn_iters", "index_n_heads", "index_head_dim", "index_topk",
-    "index_kpool", "max_position_embeddings",
-)
-# fmt: on
-
-
-def _positive_int(text: Mapping[str, Any], field: str) -> int:
-    value = text.get(field)
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ConfigError(f"config.json: {field} is {value!r}, expected a positive integer")
-    return value
-
-
-def _number(text: Mapping[str, Any], field: str) -> float:
-    value = text.get(field)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ConfigError(f"config.json: {field} is {value!r}, expected a number")
-    return float(value)
+def _number(source: Mapping[str, Any], field: str, kind: Any) -> Any:
+    """A positive integer, or any number as a float, as `kind` says."""
+    value: Any = source.get(field)
+    if type(value) not in (int, kind) or (kind is int and value <= 0):
+        expected = "a positive integer" if kind is int else "a number"
+        raise ConfigError(f"config.json: {field} is {value!r}, expected {expected}")
+    return kind(value)
 
 
 def _layer_types(text: Mapping[str, Any], num_layers: int) -> tuple[LayerType, ...]:
@@ -216,37 +201,31 @@ def _linear_attention(text: Mapping[str, Any], layer_types: tuple[LayerType, ...
         "gate_lower_bound": text.get("linear_lower_bound"),
     }
     for name, kind in (("kda_layers", "kda"), ("full_attn_layers", "mla")):
-        listed, derived = nested.get(name), [i for i, t in enumerate(layer_types) if t == kind]
-        if listed is not None and sorted(listed) != derived:
-            raise ConfigError(
-                f"config.json: linear_attn_config.{name} is {listed}, layer_types says {derived}"
-            )
+        derived = [i for i, layer_type in enumerate(layer_types) if layer_type == kind]
+        if nested.get(name) is not None and sorted(nested[name]) != derived:
+            found = f"linear_attn_config.{name} is {nested[name]}"
+            raise ConfigError(f"config.json: {found}, layer_types says {derived}")
     return {
-        "linear_num_heads": _positive_int(nested, "num_heads"),
-        "linear_head_dim": _positive_int(nested, "head_dim"),
-        "linear_conv_kernel_dim": _positive_int(nested, "short_conv_kernel_size"),
-        "linear_gate_lower_bound": _number(nested, "gate_lower_bound"),
+        "linear_num_heads": _number(nested, "num_heads", int),
+        "linear_head_dim": _number(nested, "head_dim", int),
+        "linear_conv_kernel_dim": _number(nested, "short_conv_kernel_size", int),
+        "linear_gate_lower_bound": _number(nested, "gate_lower_bound", float),
     }
 
 
 def _check_relations(text: Mapping[str, Any], config: Glm5NextConfig) -> None:
-    def require(good: bool, message: str) -> None:
+    heads, topk, experts = config.num_attention_heads, config.index_topk, config.n_routed_experts
+    kv_heads = text.get("num_key_value_heads", heads)
+    indexers = sorted(set(text.get("indexer_types") or ["full"]))
+    mtp_layers, bound = config.num_nextn_predict_layers, config.linear_gate_lower_bound
+    for good, message in (
+        (kv_heads == heads, f"num_key_value_heads is {kv_heads}; expected num_attention_heads, {heads}"),
+        (topk % config.index_kpool == 0, f"index_topk is {topk}; must be a multiple of index_kpool"),
+        (config.num_experts_per_tok <= experts, f"num_experts_per_tok exceeds n_routed_experts, {experts}"),
+        (mtp_layers in (0, 1), f"num_nextn_predict_layers is {mtp_layers!r}; must be 0 or 1"),
+        (indexers == ["full"], f"indexer_types holds {indexers}; only 'full' is implemented"),
+        # Recurrences inside a chunk are rebased every 16 tokens; 16 x 5 keeps every exponent inside float32.
+        (-5.0 <= bound < 0, f"gate_lower_bound is {bound}; must lie in [-5, 0)"),
+    ):
         if not good:
             raise ConfigError(f"config.json: {message}")
-
-    kv_heads = text.get("num_key_value_heads", config.num_attention_heads)
-    require(
-        kv_heads == config.num_attention_heads,
-        f"num_key_value_heads is {kv_heads}; expected num_attention_heads",
-    )
-    require(config.index_topk % config.index_kpool == 0, "index_topk must be a multiple of index_kpool")
-    require(
-        config.num_experts_per_tok <= config.n_routed_experts, "num_experts_per_tok exceeds n_routed_experts"
-    )
-    require(config.num_nextn_predict_layers in (0, 1), "num_nextn_predict_layers must be 0 or 1")
-    indexer_types = set(text.get("indexer_types") or ["full"])
-    require(
-        indexer_types == {"full"}, f"indexer_types holds {sorted(indexer_types)}; only 'full' is implemented"
-    )
-    # Recurrences inside a chunk are rebased every 16 tokens; 16 x 5 keeps every exponent inside float32.
-    require(-5.0 <= config.linear_gate_lower_bound < 0, "gate_lower_bound must lie in [-5, 0)")

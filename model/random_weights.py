@@ -4,8 +4,9 @@ Each stored tensor is a function of (seed, its name): the first layers have the 
 layers are built. Every matrix has its own tensor scale, so gate and up differ as in real checkpoints.
 """
 
+import math
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -15,16 +16,9 @@ from model.checkpoint import LAYOUTS, StoredParameter, part_shapes, read_checkpo
 from model.config import Glm5NextConfig, read_json
 from model.parameters import ParameterSpec, parameter_specs
 from model.quantization import Format, parse_quantization
-from model.shards import INDEX, SINGLE, StoredTensor
-from model.weights import WeightStore, WeightTree
+from model.shards import DTYPES, INDEX, SINGLE, Reader, StoredTensor
+from model.weights import WeightTree
 
-DTYPES = {
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "U8": torch.uint8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-}
 E2M1_RMS = 2.926  # root mean square of the sixteen codes
 FLOAT32_VALUES: Mapping[str, tuple[float, float]] = {  # name ending -> mean, standard deviation
     "norm.weight": (1.0, 0.1),
@@ -49,56 +43,49 @@ def random_weights(
     with_mtp: bool = True,
 ) -> WeightTree:
     """A tree of random weights. Formats follow the shards' headers in `directory`, else the declaration."""
+    has_shards = any((directory / file).exists() for file in (INDEX, SINGLE))
+    stored = read_checkpoint(directory).parameters if has_shards else {}
+    declaration = parse_quantization(directory, read_json(directory / "config.json"))
+
+    def format_of(spec: ParameterSpec) -> Format:
+        if spec.name in stored:
+            return stored[spec.name].format
+        # Every known checkpoint keeps the MTP layer's input projection in BF16, whatever its lists say.
+        if spec.kind == "float32" or spec.name.endswith("eh_proj.weight"):
+            return "plain"
+        return declaration.format_of(spec.stem) or "plain"
+
     specs = parameter_specs(config, num_layers=num_layers, with_mtp=with_mtp)
-    formats = _formats(directory, config, specs)
-    parameters = {spec.name: stored_as(spec, formats[spec.name]) for spec in specs}
-    reader = RandomReader(parameters.values(), seed)
-    return WeightTree(WeightStore(parameters, reader, linear_dtype, device))
+    parameters = {spec.name: stored_as(spec, format_of(spec)) for spec in specs}
+    return WeightTree(parameters, random_reader(parameters, seed), linear_dtype, device)
 
 
-def stored_as(spec: ParameterSpec, format: Format, place: Path = Path("random")) -> StoredParameter:
+def stored_as(spec: ParameterSpec, format: Format) -> StoredParameter:
     """A parameter as a file would hold it in `format` (NVFP4 in ModelOpt form), scales in float32."""
-    layout = next(layout for layout in LAYOUTS if layout.format == format)
+    layout = next(layout for known, layout in LAYOUTS if known == format)
     parts = []
-    for (suffix, dtypes), shape in zip(layout.parts.items(), part_shapes(format, spec.shape), strict=True):
+    for (suffix, dtypes), shape in zip(layout.items(), part_shapes(format, spec.shape), strict=True):
         name = spec.name if suffix == "weight" else f"{spec.stem}.{suffix}"
-        dtype = "F32" if spec.kind == "float32" else dtypes[-1] if suffix != "weight" else dtypes[0]
-        size = torch.Size(shape).numel() * DTYPES[dtype].itemsize
-        parts.append(StoredTensor(name, place, dtype, shape, size))
+        dtype = dtypes[0] if suffix == "weight" and spec.kind == "linear" else dtypes[-1]
+        size = math.prod(shape) * DTYPES[dtype].itemsize
+        parts.append(StoredTensor(name, Path("random"), dtype, shape, size))
     return StoredParameter(spec, format, tuple(parts))
 
 
-def _formats(directory: Path, config: Glm5NextConfig, specs: list[ParameterSpec]) -> dict[str, Format]:
-    raw_config = read_json(directory / "config.json")
-    declaration = parse_quantization(directory, raw_config)
-    formats: dict[str, Format] = dict.fromkeys((spec.name for spec in specs), "plain")
-    for spec in specs:
-        # Every known checkpoint keeps the MTP layer's input projection in BF16, whatever its lists say.
-        if spec.kind == "linear" and not spec.name.endswith("eh_proj.weight"):
-            formats[spec.name] = declaration.format_of(spec.stem) or "plain"
-    if (directory / INDEX).exists() or (directory / SINGLE).exists():
-        stored = read_checkpoint(directory, config, raw_config).parameters
-        formats |= {name: parameter.format for name, parameter in stored.items()}
-    return formats
+def random_reader(parameters: Mapping[str, StoredParameter], seed: int) -> Reader:
+    """Values that are a function of (seed, name); matrices have variance 1 / in."""
+    owners = {part.name: (owner, i) for owner in parameters.values() for i, part in enumerate(owner.parts)}
 
-
-class RandomReader:
-    """Values for stored tensors, on the CPU in the file's dtype; matrices have variance 1 / in."""
-
-    def __init__(self, parameters: Iterable[StoredParameter], seed: int) -> None:
-        self._seed = seed
-        self._role = {part.name: (owner, i) for owner in parameters for i, part in enumerate(owner.parts)}
-
-    def read(self, tensor: StoredTensor) -> Tensor:
-        """The tensor's values; the same for the same seed and name."""
+    def read(tensor: StoredTensor) -> Tensor:
         # A CPU generator uses the low 32 bits of its seed.
-        seed = zlib.crc32(f"{self._seed} {tensor.name}".encode())
-        generator = torch.Generator().manual_seed(seed)
-        owner, part = self._role[tensor.name]
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {tensor.name}".encode()))
+        owner, part = owners[tensor.name]
         if owner.format == "nvfp4" and part == 0:
             return torch.randint(0, 256, tensor.shape, dtype=torch.uint8, generator=generator)
         normal = torch.randn(tensor.shape, generator=generator)
         return _scaled(owner, part, normal).to(DTYPES[tensor.dtype])
+
+    return read
 
 
 def _scaled(owner: StoredParameter, part: int, normal: Tensor) -> Tensor:

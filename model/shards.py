@@ -1,23 +1,32 @@
 """The safetensors files of a directory: their headers, checked against the file sizes and the index.
 
-Only headers are read here, so a directory of 200 GB takes seconds. Values come through `ShardReader`, memory
+Only headers are read here, so a directory of 200 GB takes seconds. Values come through `shard_reader`, memory
 mapped, one tensor at a time.
 """
 
+import functools
 import json
 import math
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from model.config import read_json
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DTYPE_BYTES = {"F32": 4, "BF16": 2, "F16": 2, "F8_E4M3": 1, "F8_E8M0": 1, "U8": 1}
+DTYPES = {
+    "F32": torch.float32,
+    "BF16": torch.bfloat16,
+    "F16": torch.float16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U8": torch.uint8,
+}
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
 
@@ -25,8 +34,7 @@ class WeightError(ValueError):
     """A checkpoint that cannot be loaded; the message says found, expected and what to do."""
 
 
-@dataclass(frozen=True, slots=True)
-class StoredTensor:
+class StoredTensor(NamedTuple):
     """One tensor of a file: its name there, file dtype (header spelling), shape and size in bytes."""
 
     name: str
@@ -40,8 +48,11 @@ class StoredTensor:
         return f"{self.dtype} {list(self.shape)} in {self.shard.name}"
 
 
+Reader = Callable[[StoredTensor], Tensor]  # gives the values on the CPU in the file's dtype
+
+
 def read_headers(directory: Path) -> dict[str, StoredTensor]:
-    """All tensors by file name. Raises WeightError on a missing or truncated shard, a name in two shards,
+    """All tensors by file name. Raises WeightError on a missing or truncated shard, a name that is there twice,
     or an index that disagrees with the shards.
     """
     index = directory / INDEX
@@ -55,9 +66,8 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
     shards = [directory / name for name in sorted(set(weight_map.values()))]
     missing = [shard.name for shard in shards if not shard.exists()]
     if missing:
-        raise WeightError(
-            f"{directory}: {len(missing)} of {len(shards)} shards missing, download {missing[:5]}"
-        )
+        found = f"{len(missing)} of {len(shards)} shards missing"
+        raise WeightError(f"{directory}: {found}, download {missing[:5]}")
     tensors = _merge(shards)
     for name in weight_map.keys() ^ tensors.keys():
         side = "the index but in no shard" if name in weight_map else "a shard but not in the index"
@@ -67,25 +77,22 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
 
 def _merge(shards: Iterable[Path]) -> dict[str, StoredTensor]:
     tensors: dict[str, StoredTensor] = {}
-    for shard in shards:
-        for tensor in read_header(shard):
-            if tensor.name in tensors:
-                raise WeightError(
-                    f"{tensor.name} is in both {tensors[tensor.name].shard.name} and {shard.name}"
-                )
-            tensors[tensor.name] = tensor
+    for tensor in (tensor for shard in shards for tensor in _read_header(shard)):
+        first = tensors.setdefault(tensor.name, tensor)
+        if first is not tensor:
+            raise WeightError(f"{tensor.name} is in both {first.shard.name} and {tensor.shard.name}")
     return tensors
 
 
-def read_header(shard: Path) -> list[StoredTensor]:
-    """Tensors of one safetensors file. Raises WeightError if the file is shorter or longer than it says."""
+def _read_header(shard: Path) -> list[StoredTensor]:
+    """Raises WeightError if the header is broken, or the file shorter or longer than it says."""
     size = shard.stat().st_size
     with shard.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         if size < 8 + length or length > MAX_HEADER_BYTES:
             raise WeightError(f"{shard}: {size} bytes hold no complete header; download it again")
         try:
-            header = json.loads(file.read(length))
+            header = json.loads(file.read(length), object_pairs_hook=_unique)
             header.pop("__metadata__", None)
             tensors = [_stored(shard, name, entry) for name, entry in header.items()]
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
@@ -96,23 +103,23 @@ def read_header(shard: Path) -> list[StoredTensor]:
     return tensors
 
 
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        ((name, count),) = Counter(name for name, _ in pairs).most_common(1)
+        raise ValueError(f"{name} is there {count} times")
+    return entries
+
+
 def _stored(shard: Path, name: str, entry: dict[str, Any]) -> StoredTensor:
     start, end = entry["data_offsets"]
     shape, dtype = tuple(entry["shape"]), entry["dtype"]
-    if dtype in DTYPE_BYTES and end - start != DTYPE_BYTES[dtype] * math.prod(shape):
+    if dtype in DTYPES and end - start != DTYPES[dtype].itemsize * math.prod(shape):
         raise ValueError(f"{name} {dtype} {list(shape)} has {end - start} bytes")
     return StoredTensor(name, shard, dtype, shape, end - start)
 
 
-class ShardReader:
-    """Values of stored tensors, on the CPU in the file's dtype, straight from the memory map."""
-
-    def __init__(self) -> None:
-        self._open: dict[Path, Any] = {}
-
-    def read(self, tensor: StoredTensor) -> Tensor:
-        """The tensor as a view of the mapped file; the caller copies it."""
-        if tensor.shard not in self._open:
-            self._open[tensor.shard] = safe_open(tensor.shard, framework="pt")
-        value: Tensor = self._open[tensor.shard].get_tensor(tensor.name)
-        return value
+def shard_reader() -> Reader:
+    """Values as views of the mapped files, which stay open with the reader; the caller copies them."""
+    opened: Callable[[Path], Any] = functools.cache(functools.partial(safe_open, framework="pt"))
+    return lambda tensor: opened(tensor.shard).get_tensor(tensor.name)

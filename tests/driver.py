@@ -6,8 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.cache import allocate_mla, allocate_trunk
-from engine.memory_plan import CacheShape
+from engine.cache import CacheShape, allocate_mla, allocate_trunk
 from model.batch import Batch, Segment
 from model.config import Glm5NextConfig, load_config
 from model.glm5_next import Glm5Next

@@ -36,7 +36,7 @@ def main(directory: Path) -> None:
     while loading.is_alive():
         peak = max(peak, anonymous_bytes())
     tree.finish()
-    stored = tree._store.parameters.values()
+    stored = tree.parameters.values()
     largest = max(part.nbytes for parameter in stored for part in parameter.parts)
     print(sum(parameter.nbytes for parameter in stored), tree.resident_bytes, largest, peak - start)
 
@@ -48,7 +48,7 @@ def take_all(tree: WeightTree, layers: int, kept: list[Weight | torch.Tensor]) -
     for layer in range(3):
         kept.append(tree.at(f"layers.{layer}.self_attn").fused(["q_proj", "k_proj", "v_proj"]))
     taken = re.compile(r"\.experts\.|layers\.[012]\.self_attn\.[qkv]_proj")
-    for name, parameter in tree._store.parameters.items():
+    for name, parameter in tree.parameters.items():
         if not taken.search(name):
             linear = parameter.spec.kind == "linear"
             kept.append(tree.linear(parameter.spec.stem) if linear else tree.tensor(name))

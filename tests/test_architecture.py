@@ -17,7 +17,7 @@ SOURCES = sorted([ROOT / "cli.py", *(path for room in ROOMS for path in (ROOT / 
 ALLOWED = {
     "scheduler": {"scheduler"},
     "model": {"model", "torch", "safetensors"},
-    "engine": {*ROOMS, "torch", "safetensors", "transformers", "tokenizers", "jinja2"},
+    "engine": {*ROOMS, "torch", "safetensors", "transformers"},
     "cli.py": set[str](),
 }
 

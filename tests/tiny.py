@@ -20,9 +20,9 @@ from model.glm5_next import Glm5Next
 from model.mtp import Mtp
 from model.parameters import parameter_specs
 from model.quantization import Format
-from model.random_weights import RandomReader, stored_as
+from model.random_weights import random_reader, stored_as
 from model.shards import StoredTensor
-from model.weights import WeightStore, WeightTree
+from model.weights import WeightTree
 from tests.driver import CPU, DATA, poison
 
 TINY = replace(
@@ -39,16 +39,16 @@ class SettableReader:
     """Random values, except where `overrides` names a parameter (values) or a stored tensor (as it is)."""
 
     def __init__(self, parameters: Mapping[str, StoredParameter], overrides: Overrides, seed: int) -> None:
-        self.random, self.overrides = RandomReader(parameters.values(), seed), overrides
+        self.random, self.overrides = random_reader(parameters, seed), overrides
         self.owners = {part.name: (p, i) for p in parameters.values() for i, part in enumerate(p.parts)}
 
-    def read(self, tensor: StoredTensor) -> Tensor:
+    def __call__(self, tensor: StoredTensor) -> Tensor:
         owner, part = self.owners[tensor.name]
         if owner.spec.name in self.overrides:
             return encode(self.overrides[owner.spec.name], owner.format)[part]
         if tensor.name in self.overrides:
             return self.overrides[tensor.name]
-        return self.random.read(tensor)
+        return self.random(tensor)
 
 
 def encode(values: Tensor, format: Format) -> tuple[Tensor, ...]:
@@ -70,7 +70,7 @@ def tree(
         is_mlp = ".mlp." in spec.name and spec.name.endswith("_proj.weight")
         parameters[spec.name] = stored_as(spec, format if is_mlp else "plain")
     reader = SettableReader(parameters, overrides or {}, seed=5)
-    return WeightTree(WeightStore(parameters, reader, torch.float32, CPU))
+    return WeightTree(parameters, reader, torch.float32, CPU)
 
 
 def model(overrides: Overrides | None = None, config: Glm5NextConfig = TINY) -> tuple[Glm5Next, Mtp]:

@@ -16,7 +16,6 @@ import torch
 
 from engine.llm import LLM
 from engine.sampling import SamplingParams
-from scheduler.workloads import PROMPT
 
 ANSWER_TOKENS, NEXT_TOKENS = 600, 512
 

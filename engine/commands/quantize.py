@@ -19,10 +19,9 @@ from torch import Tensor
 
 from model import nvfp4
 from model.checkpoint import UNUSED_SCALES, Checkpoint, raise_if_any, read_checkpoint
-from model.config import Glm5NextConfig, parse_config, read_json
-from model.formats import Weight
-from model.shards import INDEX, ShardReader, WeightError
-from model.weights import WeightStore, WeightTree
+from model.config import parse_config, read_json
+from model.shards import INDEX, WeightError, shard_reader
+from model.weights import WeightTree
 
 MAX_SHARD_BYTES = 5_000_000_000
 QUANTISED_ROLES = ("routed experts", "mtp experts")
@@ -50,15 +49,13 @@ def quantize(source: Path, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES)
     """Write `target` from `source`; it is built beside its final place and renamed when complete."""
     if target.exists():
         raise FileExistsError(f"{target} exists; name a new directory")
-    raw_config = read_json(source / "config.json")
-    config = parse_config(raw_config)
-    checkpoint = read_checkpoint(source, config, raw_config)
+    checkpoint = read_checkpoint(source)
     raise_if_any(source, checkpoint.mtp_problems, "the MTP layer is damaged")
     building = target.with_name(f".{target.name}.{os.getpid()}")
     building.mkdir()
     try:
         write_shards(building, quantised_tensors(checkpoint), max_shard_bytes)
-        write_configs(building, raw_config, config)
+        write_configs(building, read_json(source / "config.json"))
         for file in (file for pattern in COPIED for file in source.glob(pattern)):
             shutil.copyfile(file, building / file.name)
         building.rename(target)
@@ -69,33 +66,25 @@ def quantize(source: Path, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES)
 
 def quantised_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
     """Every tensor of the result under its file name, one parameter at a time."""
-    reader = ShardReader()
-    store = WeightStore(checkpoint.parameters, reader, torch.float32, torch.device("cpu"))
-    tree = WeightTree(store)
+    read = shard_reader()
+    tree = WeightTree(checkpoint.parameters, read, torch.float32, torch.device("cpu"))
     for parameter in checkpoint.parameters.values():
         name, stem = parameter.parts[0].name.removesuffix("_packed"), parameter.spec.stem
-        if parameter.spec.role in QUANTISED_ROLES:
-            if parameter.format == "nvfp4":
-                raise WeightError(
-                    f"{name} is NVFP4 already; quantise the BF16 or FP8 checkpoint it came from"
-                )
-            suffixes = ("", "_scale", "_scale_2")
-            for suffix, part in zip(suffixes, _quantised(name, tree.linear(stem)), strict=True):
-                yield name + suffix, part
-        elif parameter.format == "plain":
-            yield name, reader.read(parameter.parts[0])
-        else:
+        if parameter.format == "plain" and parameter.spec.role not in QUANTISED_ROLES:
+            yield name, read(parameter.parts[0])
+        elif parameter.spec.role not in QUANTISED_ROLES:
             yield name, tree.linear(stem).expand(torch.bfloat16)
+        elif parameter.format == "nvfp4":
+            raise WeightError(f"{name} is NVFP4 already; quantise the BF16 or FP8 checkpoint it came from")
+        else:
+            try:
+                parts = nvfp4.quantize(tree.linear(stem).expand(torch.float32))
+            except ValueError as error:
+                raise WeightError(f"{name}: {error}") from None
+            yield from zip((name, f"{name}_scale", f"{name}_scale_2"), parts, strict=True)
     for tensor in checkpoint.skipped:
         if not tensor.name.endswith(UNUSED_SCALES):
-            yield tensor.name, reader.read(tensor)
-
-
-def _quantised(name: str, weight: Weight) -> tuple[Tensor, Tensor, Tensor]:
-    try:
-        return nvfp4.quantize(weight.expand(torch.float32))
-    except ValueError as error:
-        raise WeightError(f"{name}: {error}") from None
+            yield tensor.name, read(tensor)
 
 
 def write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]], max_shard_bytes: int) -> None:
@@ -126,9 +115,9 @@ def write_shards(directory: Path, tensors: Iterator[tuple[str, Tensor]], max_sha
     _write_json(directory / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
 
 
-def write_configs(directory: Path, raw_config: dict[str, Any], config: Glm5NextConfig) -> None:
+def write_configs(directory: Path, raw_config: dict[str, Any]) -> None:
     """config.json with its quantization_config, and ModelOpt's own hf_quant_config.json."""
-    dense = [i for i, kind in enumerate(config.mlp_layer_types) if kind == "dense"]
+    dense = [i for i, kind in enumerate(parse_config(raw_config).mlp_layer_types) if kind == "dense"]
     ignore = ["lm_head", "*.embed_tokens", "model.visual*", "*.self_attn*", "*.mlp.shared_experts*"]
     ignore += ["*.mlp.gate", "*.eh_proj", "*.shared_head*"]
     ignore += [f"*.layers.{i}.mlp.{part}_proj" for i in dense for part in ("gate", "up", "down")]

@@ -1,31 +1,30 @@
-"""`bench` compares equal work: same weights, same fresh prompts, alternating, against the faster peer."""
+"""`bench` compares equal work: same weights, same fresh prompts, in turns, against the better median of the peers."""
 
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from engine.commands import bench
+from tests.command import run_cli
 from tests.oracles import read_tensors, tiny_config, transformers_logits, write_checkpoint
 
 DATA = Path(__file__).parents[1] / "data"
 
 
 class ScriptedEngine:
-    """Answers with a fixed speed and notes what it was asked, in a log shared by all."""
+    """Answers with the next of its speeds and notes what it was asked, in a log shared by all."""
 
-    def __init__(self, name: str, speed: float, log: list[tuple[str, tuple[int, ...]]]) -> None:
-        self.name, self.speed, self.log = name, speed, log
-
-    def prefill(self, token_ids: list[int]) -> float:
-        self.log.append((self.name, tuple(token_ids)))
-        return self.speed
+    def __init__(self, name: str, speeds: list[float], log: "Log") -> None:
+        self.name, self.speeds, self.log = name, iter(speeds), log
 
     def decode(self, token_ids: list[int], num_tokens: int) -> float:
-        return self.prefill(token_ids) * num_tokens
+        self.log.append((self.name, tuple(token_ids)))
+        return next(self.speeds) * num_tokens
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -34,26 +33,39 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def test_rounds_alternate_on_equal_prompts_and_the_faster_peer_is_taken() -> None:
-    log: list[tuple[str, tuple[int, ...]]] = []
-    peers: dict[str, bench.Engine] = {
-        name: ScriptedEngine(name, speed, log) for name, speed in (("bfloat16", 10.0), ("float32", 20.0))
-    }
-    work = bench.Workload(prefill_tokens=8, context_tokens=4, decode_tokens=2, vocab_size=100)
-    result = bench.compare(ScriptedEngine("ours", 50.0, log), peers, 3, work.prefill)
-    assert result["medians"] == {"ours bfloat16": 50.0, "transformers float32": 20.0}
+PROMPTS = [[1, 2], [3, 4], [5, 6], [7, 8]]
+Log = list[tuple[str, tuple[int, ...]]]
+
+
+def compare(speeds: dict[str, list[float]], log: Log) -> dict[str, Any]:
+    sides = {name: ScriptedEngine(name, values, log) for name, values in speeds.items()}
+    return bench.compare(sides, PROMPTS, lambda side, ids: side.decode(ids, 1))  # type: ignore[arg-type]
+
+
+def test_all_sides_take_turns_on_equal_prompts_after_one_reading_of_each() -> None:
+    log: Log = []
+    compare({"ours": [1.0] * 4, "bfloat16": [1.0] * 4, "float32": [1.0] * 4}, log)
+    assert log == [(name, tuple(ids)) for ids in PROMPTS for name in ("ours", "bfloat16", "float32")]
+
+
+def test_the_peer_of_the_better_median_counts_whatever_its_first_reading_was() -> None:
+    speeds = {"ours": [9.0, 50, 50, 50], "bfloat16": [15.0, 30, 5, 5], "float32": [10.0, 1, 20, 20]}
+    result = compare(speeds, [])
+    assert result["tokens_per_s"] == {name: values[1:] for name, values in speeds.items()}
+    assert result["medians"] == {"ours": 50, "bfloat16": 5, "float32": 20}
     assert result["ratio"] == 2.5
-    rounds = log[3:]  # after one reading of every side
-    assert [name for name, _ in rounds] == ["ours", "float32"] * 3
-    prompts = [prompt for _, prompt in rounds]
-    assert prompts[0::2] == prompts[1::2] and len(set(prompts)) == 3
-    assert all(len(prompt) == 8 for prompt in prompts)
+
+
+def test_a_peer_that_starts_far_behind_the_other_runs_no_rounds() -> None:
+    log: Log = []
+    result = compare({"ours": [1.0] * 4, "bfloat16": [4.0], "float32": [10.0] * 4}, log)
+    assert result["medians"] == {"ours": 1, "float32": 10} and result["ratio"] == 0.1
+    assert [name for name, _ in log[3:]] == ["ours", "float32"] * 3
 
 
 def test_without_a_peer_there_is_no_ratio() -> None:
-    work = bench.Workload(prefill_tokens=8, context_tokens=4, decode_tokens=2, vocab_size=100)
-    result = bench.compare(ScriptedEngine("ours", 5.0, []), {}, 2, work.decode)
-    assert result["medians"] == {"ours bfloat16": 10.0} and result["ratio"] is None
+    result = compare({"ours": [10.0] * 4}, [])
+    assert result["medians"] == {"ours": 10.0} and result["ratio"] is None
 
 
 def test_the_expanded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
@@ -90,14 +102,15 @@ def test_the_command_prints_one_document_or_one_table(
     report = json.loads(capsys.readouterr().out)
     assert report["model"] == str(model) and report["load_s"] > 0
     for quantity in ("prefill of 40", "decode of 3 after 9"):
-        assert report[quantity]["ratio"] > 0 and len(report[quantity]["medians"]) == 2
+        assert report[quantity]["ratio"] > 0 and len(report[quantity]["medians"]) in (2, 3)
+        assert report[quantity]["medians"].keys() == report[quantity]["tokens_per_s"].keys()
     assert bench.run(parse([*small, "--no-peer"])) == 0
     text = capsys.readouterr().out
     assert "prefill of 40" in text and "decode of 3 after 9" in text and "ours bfloat16" in text
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "x"])
-def test_a_count_below_one_is_refused(value: str) -> None:
-    with pytest.raises(SystemExit) as refusal:
-        parse(["--repeat", value])
-    assert refusal.value.code == 2
+@pytest.mark.parametrize("name", ["prefill", "decode", "after", "repeat", "threads"])
+def test_a_count_below_one_is_refused(capsys: pytest.CaptureFixture[str], name: str, value: str) -> None:
+    outcome = run_cli(capsys, "bench", f"--{name}", value)
+    assert (outcome.code, outcome.out) == (2, "") and f"--{name}" in outcome.err and value in outcome.err

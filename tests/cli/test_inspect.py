@@ -102,7 +102,7 @@ def test_bytes_of_the_fp8_release(
         wide = ("A_log", "dt_bias", "_base", "_scale", "e_score_correction_bias")
         if spec.kind == "float32" and not spec.name.endswith(wide):
             (part,) = stored.parts
-            narrow = dataclasses.replace(part, dtype="BF16", nbytes=part.nbytes // 2)
+            narrow = part._replace(dtype="BF16", nbytes=part.nbytes // 2)
             return dataclasses.replace(stored, parts=(narrow,))
         return stored
 

@@ -144,8 +144,8 @@ def test_stops_do_not_depend_on_the_cuts_and_hold_back_no_more_than_needed(
 
 def _split(thinking: bool, pieces: list[str]) -> tuple[str, str, bool]:
     splitter = ReasoningSplitter(thinking)
-    reasoning, answer = zip(*[splitter.push(piece) for piece in pieces], splitter.finish(), strict=True)
-    return "".join(reasoning), "".join(answer), splitter.thinking
+    reasoning, answer = zip(*[splitter.push(piece) for piece in pieces], strict=True)
+    return "".join(reasoning) + splitter.finish(), "".join(answer), splitter.thinking
 
 
 @pytest.mark.parametrize("sizes", [[1], [3], [5], [99]], ids=str)

@@ -7,7 +7,16 @@ import pytest
 from engine import output
 from engine.output import Delta, Output
 from engine.text import Tokenizer
+from scheduler.request import Request
 from tests.glm_tokenizer import write_tokenizer
+
+
+def output_of(
+    tokenizer: Tokenizer | None = None,
+    stop: tuple[str, ...] = (),
+    thinking: bool = False,
+) -> Output:
+    return Output(Request(5, [1, 2, 3], max_tokens=99), tokenizer, stop, thinking)
 
 
 @pytest.fixture
@@ -45,7 +54,7 @@ def deliver(out: Output, tokens: list[int]) -> tuple[list[Delta], bool]:
 def test_joined_deltas_are_the_result(
     tokenizer: Tokenizer, text: str, stop: tuple[str, ...], thinking: bool, reasoning: str | None, answer: str
 ) -> None:
-    out = Output(5, 3, tokenizer, stop, thinking)
+    out = output_of(tokenizer, stop, thinking)
     deltas, _ = deliver(out, tokenizer.encode(text))
     result = out.result
     assert (result.text, result.reasoning, result.prompt_tokens) == (answer, reasoning, 3)
@@ -57,13 +66,13 @@ def test_joined_deltas_are_the_result(
 
 
 def test_token_ids_reach_to_the_token_that_completed_the_stop(tokenizer: Tokenizer) -> None:
-    out, tokens = Output(0, 1, tokenizer, ("DEF",), False), tokenizer.encode("abcDEFxyz")
+    out, tokens = output_of(tokenizer, ("DEF",)), tokenizer.encode("abcDEFxyz")
     assert deliver(out, tokens)[1]
     assert (out.result.token_ids, out.result.text) == (tokens[:6], "abc")
 
 
 def test_without_a_tokenizer_there_are_ids_and_no_text() -> None:
-    out = Output(0, 1, None, (), False)
+    out = output_of()
     deltas, _ = deliver(out, [7, 8])
     assert (out.result.token_ids, out.result.text, out.result.reasoning) == ([7, 8], None, None)
     assert [delta.token_ids for delta in deltas] == [(7,), (8,), ()]
@@ -72,7 +81,7 @@ def test_without_a_tokenizer_there_are_ids_and_no_text() -> None:
 def test_times_count_from_the_request_and_from_the_first_token(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([10.0, 12.0, 12.5, 14.0])
     monkeypatch.setattr(output.time, "perf_counter", lambda: next(clock))
-    out = Output(0, 1, None, (), False)
+    out = output_of()
     assert out.result.ttft_s is None
     out.push(7)
     assert (out.result.ttft_s, out.result.decode_tokens_per_s) == (2.0, None)
@@ -82,7 +91,7 @@ def test_times_count_from_the_request_and_from_the_first_token(monkeypatch: pyte
 
 
 def test_a_failure_keeps_what_was_delivered_and_its_message() -> None:
-    out = Output(0, 1, None, (), False)
+    out = output_of()
     out.push(7)
     assert out.finish("error", "broken").finish_reason == "error"
     assert (out.result.token_ids, out.result.message) == ([7], "broken")

@@ -39,16 +39,22 @@ def test_each_source_ends_a_turn(tokenizer: Tokenizer, id_: int, source: str) ->
 
 
 def test_stop_ids_are_the_union_of_all_sources(tmp_path: Path) -> None:
-    write_tokenizer(tmp_path, eos_token={"content": "<|observation|>", "special": True})
+    eos_token = {"__type": "AddedToken", "content": "<|observation|>", "special": True}
+    write_tokenizer(tmp_path, eos_token=eos_token)
     sources = ((154820,), {"eos_token_id": [154827, 154820]}, _load(tmp_path))
     assert stop_token_ids(*sources) == (154820, 154827, 154829)
     assert stop_token_ids((), {"eos_token_id": None}, None) == ()
 
 
 @pytest.mark.parametrize("eos_token", [None, "<|not a token|>"])
-def test_a_tokenizer_may_name_no_usable_eos(tmp_path: Path, eos_token: str | None) -> None:
+def test_a_tokenizer_that_names_no_usable_eos_ends_no_turn_at_its_tokens(
+    tmp_path: Path, eos_token: str | None
+) -> None:
     write_tokenizer(tmp_path, eos_token=eos_token)
-    assert _load(tmp_path).eos_token_id is None
+    library = LibraryTokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    stops = stop_token_ids((), {}, _load(tmp_path))
+    assert [id_ for id_ in stops if library.id_to_token(id_) is not None] == []
+    assert eos_token or not stops
 
 
 @pytest.mark.parametrize(

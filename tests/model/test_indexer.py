@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cache import allocate_mla
-from engine.memory_plan import CacheShape
+from engine.cache import CacheShape, allocate_mla
 from model.batch import Batch, Segment, read_prefix
 from model.indexer import Indexer, Selection, select_rows, top_mask
 from tests import tiny

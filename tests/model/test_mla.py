@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.cache import allocate_mla
-from engine.memory_plan import CacheShape
+from engine.cache import CacheShape, allocate_mla
 from model.batch import Batch, Segment, physical_index, read_prefix
 from model.indexer import Selection
 from model.mla import Mla

@@ -79,10 +79,18 @@ def test_the_first_layers_and_the_mtp_layer_are_all_there_is() -> None:
     assert not build(DATA / "bf16", with_mtp=False).has("layers.8.eh_proj")
 
 
+def test_a_cut_config_takes_formats_from_the_headers_of_the_whole_model() -> None:
+    config = load_config(DATA / "modelopt").first_layers(4)
+    cpu, bf16 = torch.device("cpu"), torch.bfloat16
+    tree = random_weights(DATA / "modelopt", config, linear_dtype=bf16, device=cpu, seed=1, num_layers=4)
+    assert type(tree.at("layers.3.mlp").experts("up_proj")) is Nvfp4Weight
+    assert not tree.has("layers.4.mlp.gate")
+
+
 def test_resident_bytes_are_those_of_the_weights_taken() -> None:
     tree = build(DATA / "ct")
     promised, taken = tree.resident_bytes, 0
-    for name, parameter in tree._store.parameters.items():
+    for name, parameter in tree.parameters.items():
         linear = parameter.spec.kind == "linear"
         taken += (tree.linear(parameter.spec.stem) if linear else tree.tensor(name)).nbytes
     tree.finish()
@@ -91,7 +99,7 @@ def test_resident_bytes_are_those_of_the_weights_taken() -> None:
 
 def test_a_stored_form_has_the_parts_of_its_format() -> None:
     tree = build(DATA / "bf16")
-    spec = tree._store.parameters["layers.4.mlp.experts.0.up_proj.weight"].spec
+    spec = tree.parameters["layers.4.mlp.experts.0.up_proj.weight"].spec
     parts = {
         part.name.rpartition(".")[2]: (part.dtype, part.shape) for part in stored_as(spec, "nvfp4").parts
     }

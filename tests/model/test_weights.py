@@ -1,5 +1,6 @@
 """Loading fills every parameter exactly once with the file's numbers, or stops and names what is wrong."""
 
+import json
 import math
 import os
 import subprocess
@@ -142,7 +143,7 @@ class TestValues:
 
 def take_all(tree: WeightTree) -> None:
     """Take every parameter once, one by one."""
-    for name, parameter in tree._store.parameters.items():
+    for name, parameter in tree.parameters.items():
         tree.linear(parameter.spec.stem) if parameter.spec.kind == "linear" else tree.tensor(name)
 
 
@@ -266,6 +267,16 @@ class TestFiles:
         content[8:12] = b"?!?!"
         shard.write_bytes(content)
         with pytest.raises(WeightError, match="broken header"):
+            load(shard.parent)
+
+    def test_a_name_twice_in_one_header(self, tmp_path: Path) -> None:
+        shard = edited(tmp_path, lambda tensors: None) / "model-00001-of-00002.safetensors"
+        content = shard.read_bytes()
+        end = 8 + int.from_bytes(content[:8], "little")
+        name, entry = list(json.loads(content[8:end]).items())[-1]
+        header = content[8:end].rstrip()[:-1] + f", {json.dumps(name)}: {json.dumps(entry)}}}".encode()
+        shard.write_bytes(len(header).to_bytes(8, "little") + header + content[end:])
+        with pytest.raises(WeightError, match="is there 2 times"):
             load(shard.parent)
 
     def test_no_weights_at_all(self, tmp_path: Path) -> None:

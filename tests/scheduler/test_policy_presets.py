@@ -129,7 +129,7 @@ def plan(policy: Policy, case: Case) -> Chunk:
     return policy.chunk(case.start, case.room, request, case.largest)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=250, deadline=None)
 @given(cases(), st.booleans())
 def test_every_preset_equals_its_rules_written_out(case: Case, drafting: bool) -> None:
     for preset, rule in WRITTEN_OUT.items():
@@ -194,7 +194,7 @@ def legal(policy: Policy, case: Case, end: int) -> bool:
     return len(inside) <= policy.capability.exports and all((m - case.start) % GRID == 0 for m in inside)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data(), cases(500))
 def test_no_longer_chunk_exports_all_that_is_retained_inside(data: st.DataObject, case: Case) -> None:
     policy = data.draw(policies(case.block))
@@ -208,7 +208,7 @@ def test_no_longer_chunk_exports_all_that_is_retained_inside(data: st.DataObject
         assert list(chunk.exports) == [m for m in deserving(policy, case, chunk.end) if m < chunk.end]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data(), cases())
 def test_what_is_published_or_rolling_was_written(data: st.DataObject, case: Case) -> None:
     policy = data.draw(
@@ -224,7 +224,7 @@ def test_what_is_published_or_rolling_was_written(data: st.DataObject, case: Cas
     assert len(chunk.exports) <= policy.capability.exports
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(cases(), st.sampled_from([*PRESETS, "none"]))
 def test_a_chunk_advances_or_waits_and_waiting_helps(case: Case, preset: str) -> None:
     policy, request = build(preset, block=case.block), Prefill(case.prompt, case.known, case.junctions)
@@ -236,7 +236,7 @@ def test_a_chunk_advances_or_waits_and_waiting_helps(case: Case, preset: str) ->
     assert case.start <= chunk.end <= case.farthest
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(st.data(), cases(), st.sampled_from(PRESETS))
 def test_a_boundary_without_a_slot_is_struck_before_the_end_is_derived(
     data: st.DataObject, case: Case, preset: str

@@ -1,0 +1,26 @@
+"""A config.json value of a wrong JSON type is refused like any other bad value, never a traceback."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from model.config import ConfigError, load_config
+from tests.driver import DATA
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("layer_types", 3), ("linear_attn_config", "x"), ("mlp_layer_types", 1.5)]
+)
+def test_wrong_json_type_is_a_config_error(tmp_path: Path, field: str, value: object) -> None:
+    raw = json.loads((DATA / "bf16" / "config.json").read_text())
+    raw["text_config"][field] = value
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"config\.json"):
+        load_config(tmp_path)
+
+
+def test_text_config_that_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "glm5_next", "text_config": [1]}')
+    with pytest.raises(ConfigError, match="wrong JSON type"):
+        load_config(tmp_path)

@@ -12,7 +12,7 @@ when a lookup of another request may find it, in the commit after the forward th
 length, N the number of known tokens (more than P when a preempted request replays its output), and prefill ends
 at `finish` = max(P, N - 1). floor(x) is the largest boundary not above x.
 
-**A policy is three values.**
+**A policy is three values**; `PRESETS` names combinations.
 
 1. *Retention*: which boundaries deserve a slot.
 
@@ -24,14 +24,15 @@ at `finish` = max(P, N - 1). floor(x) is the largest boundary not above x.
    | `progress` | floor(end) of a chunk that does not finish prefill; rolling, dropped when prefill completes |
    | `decode` | the newest boundary above the prompt that verified tokens reached; rolling |
    | `chunk-ends` | every chunk end on a boundary; if the kernel cannot export also the stop floor(N) - dropped |
-   | `crossed` | the last boundary below a chunk's end, by export |
+   | `crossed` | floor(end) of every chunk, by export unless the chunk ends there |
    | `all` | every boundary |
 
    A *rolling* checkpoint is private and replaced by the next one; it is published when its request leaves (finished,
    preempted or cancelled).
 
-2. *Capability* of the kernel: how many states a forward exports (0, 1, many; each a multiple of 16 from the chunk's
-   start), and whether a chunk that does not finish prefill may end inside a block.
+2. *Capability*, what the kernel can do and the preset uses, the smaller of the two: how many states a forward exports
+   (0, 1, many; each a multiple of 16 from the chunk's start), and whether a chunk that does not finish prefill may end
+   inside a block.
 
 3. *Filing* of draft rows. The draft layer pairs the hidden state of token p-1 with token p. Filed under the token
    (`token`), a row depends only on tokens up to its own slot: *what is cached under a key is a function of the
@@ -40,18 +41,20 @@ at `finish` = max(P, N - 1). floor(x) is the largest boundary not above x.
    guard is needed: `drop` (a lookup gives up its last matching block: `dropped` = B), `key` (keys cover one more
    token: `ahead` = 1), `tag` (draft pages record that token: `ahead` = 1), or `off` (measure what it costs).
 
-**The chunk end is derived, not chosen**: as far as the budget allows, such that every retained boundary inside the
-chunk is exported, or is its end. A boundary that is wanted and cannot be exported costs a forward.
+**The chunk end is derived, not chosen**: as far as the budget allows (rounded down to a multiple of 16, or of B if a
+chunk may not end inside a block, unless it finishes prefill), such that every retained boundary inside the chunk is
+exported, or is its end. A boundary that is wanted and cannot be exported costs a forward.
 
 **A hit, a chunk boundary and a resume are one operation**: restore `state@m`, continue as after a chunk that ended
 at m. Example, P = 32,320, budget 4,096, cold: seven chunks of 4,096 reach 28,672. `generic` (no export, B 512) stops
-at 31,744 = floor(P) - 512 and needs a ninth forward for the tail; a resend hits 31,744. `ours` (any export, B 64)
+at 31,744 = floor(P) - 512 and needs a ninth forward for the tail; a resend hits 31,744. (If B divides P, that stop
+lies a block above where a resend looks, which then misses it.) `ours` (any export, B 64)
 takes the 3,648 tokens at once, exports 32,256 = floor(P - 1) on the way and ends on 32,320 = floor(P).
 """
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 Retention = Literal["resend", "extend", "junction", "progress", "decode", "chunk-ends", "crossed", "all"]
 Filing = Literal["token", "drop", "key", "tag", "off"]
@@ -192,9 +195,9 @@ class Policy:
 
     def reuse(self, num_tokens: int, matched: int, states: Iterable[int]) -> Reuse:
         """What a request of `num_tokens` known tokens may skip, when the index matched pages of its first
-        `matched` tokens in every attention group in use and holds complete checkpoints at `states`."""
+        `matched` tokens in every attention group in use and holds complete checkpoints at `states`, deepest first."""
         attention_to = max(self.floor(min(num_tokens - 1, matched)) - self.dropped, 0)
-        return Reuse(max((m for m in states if m <= attention_to), default=0), attention_to)
+        return Reuse(next((m for m in states if m <= attention_to), 0), attention_to)
 
     def publishable(self, verified: int, known: int) -> int:
         """How many tokens' worth of full blocks may be published: verified, and the token their key or tag needs
@@ -220,6 +223,8 @@ class Policy:
         """The chunk with its end decided: everything wanted below the end is exported."""
         wanted = [m for m in self.retained(start, end, request) if m not in denied]
         exports = tuple(m for m in wanted if m < end)
+        if exports and end >= request.finish:
+            reason = "tail joined"
         written = {*exports, end}.difference(denied)
         publishes = tuple(sorted(m for m in written if self._published(m, end, request)))
         newest = self._newest(end, request)
@@ -241,31 +246,40 @@ class Policy:
         kept = boundary > start and (at_once or "decode" in self.retain)
         return (boundary if kept else None), at_once
 
+    def outlasts_prefill(self, boundary: int, prompt: int) -> bool:
+        """Whether a rolling checkpoint stays when prefill completes: the newest decode boundary of a replay does."""
+        return "decode" in self.retain and boundary > prompt
+
     def _exports_text(self) -> str:
         return "many" if self.capability.exports >= MANY else str(self.capability.exports)
 
 
-@dataclass(frozen=True)
-class Preset:
-    """A named policy before block size and drafter are known."""
+SPARSE_EXPORT, NO_EXPORT = (
+    Capability(exports=1, free_chunk_ends=False),
+    Capability(exports=0, free_chunk_ends=False),
+)
+OURS: frozenset[Retention] = frozenset({"resend", "extend", "junction", "progress", "decode"})
 
-    retain: tuple[Retention, ...]
-    exports: int
-    free_chunk_ends: bool
-    filing: Filing
-    block_size: int = 512
-    export_at_finish_only: bool = False
-    stop_from_known: bool = True
-
-
-PRESETS: Mapping[str, Preset] = {
-    "generic": Preset(("chunk-ends",), 0, False, "drop"),
-    "seed": Preset(("chunk-ends", "crossed"), 1, False, "drop"),
-    "vllm-0.33": Preset(("resend", "junction"), 1, False, "key", export_at_finish_only=True),
-    "ours": Preset(
-        ("resend", "extend", "junction", "progress", "decode"), MANY, True, "token", 64, False, False
-    ),
-    "none": Preset((), MANY, True, "off", 64, False, False),
+# Block sizes are those the public schedulers were measured with; `ours` can afford smaller ones.
+PRESETS: Mapping[str, Policy] = {
+    policy.name: policy
+    for policy in (
+        Policy("generic", 512, frozenset({"chunk-ends"}), NO_EXPORT, "drop", stop_from_known=True),
+        Policy(
+            "seed", 512, frozenset({"chunk-ends", "crossed"}), SPARSE_EXPORT, "drop", stop_from_known=True
+        ),
+        Policy(
+            "vllm-0.33",
+            512,
+            frozenset({"resend", "junction"}),
+            SPARSE_EXPORT,
+            "key",
+            export_at_finish_only=True,
+            stop_from_known=True,
+        ),
+        Policy("ours", 64, OURS, Capability(), "token"),
+        Policy("none", 64, frozenset(), Capability(), "off"),
+    )
 }
 
 
@@ -283,35 +297,38 @@ def make_policy(
     `draft_architecture` None: no drafter; filing then has no effect. A drafter that does not declare independent,
     attention-only draft state turns `seed` into `generic` and may not use `token` filing. ValueError on unknown names.
     """
-    if preset not in PRESETS:
-        raise ValueError(f"policy is {preset!r}, expected one of {', '.join(PRESETS)}")
     declared = draft_architecture in (None, DECLARED_DRAFT_ARCHITECTURE)
-    base = PRESETS["generic" if preset == "seed" and not (declared and capability.exports) else preset]
-    retentions, chosen = tuple(base.retain if retain is None else retain), filing or base.filing
-    unknown = sorted(set(retentions) - set(get_args(Retention)))
-    if unknown:
-        raise ValueError(
-            f"retention {unknown[0]!r} is unknown, expected any of {', '.join(get_args(Retention))}"
-        )
-    if chosen not in get_args(Filing):
-        raise ValueError(f"draft filing is {chosen!r}, expected one of {', '.join(get_args(Filing))}")
+    base = PRESETS[_known(preset, PRESETS, "policy")]
+    if preset == "seed" and not (declared and capability.exports):
+        base = PRESETS["generic"]
+    chosen = base.filing if filing is None else _known(filing, get_args(Filing), "draft filing")
     if chosen == "token" and not declared:
         raise ValueError(
             f"draft filing 'token' needs a drafter whose rows are pointwise in (hidden, token); {draft_architecture}"
             " does not declare that: use drop, key or tag"
         )
-    masked = replace(
-        capability,
-        exports=min(capability.exports, base.exports),
-        free_chunk_ends=capability.free_chunk_ends and base.free_chunk_ends,
+    size = base.block_size if block_size is None else block_size
+    if size <= 0 or size % capability.export_grid:
+        raise ValueError(f"block size is {size}, expected a multiple of {capability.export_grid}")
+    names = (
+        base.retain if retain is None else [_known(name, get_args(Retention), "retention") for name in retain]
     )
-    return Policy(
+    return replace(
+        base,
         name=preset,
-        block_size=block_size or base.block_size,
-        retain=frozenset(retentions),  # type: ignore[arg-type]  # checked above
-        capability=masked,
-        filing=chosen,  # type: ignore[arg-type]
+        block_size=size,
+        retain=frozenset(names),
+        capability=Capability(
+            min(capability.exports, base.capability.exports),
+            capability.export_grid,
+            capability.free_chunk_ends and base.capability.free_chunk_ends,
+        ),
+        filing=chosen,
         drafting=draft_architecture is not None,
-        export_at_finish_only=base.export_at_finish_only,
-        stop_from_known=base.stop_from_known,
     )
+
+
+def _known(name: str, names: Iterable[str], what: str) -> Any:
+    if name not in names:
+        raise ValueError(f"{what} is {name!r}, expected one of {', '.join(names)}")
+    return name

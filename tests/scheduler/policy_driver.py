@@ -57,7 +57,7 @@ class Trace:
         """The lookup of a request of `num_tokens`, of which `shared` are this request's (default: all it ran)."""
         pages = self.policy.publishable(self.computed, max(self.request.known, self.computed))
         matched = pages if shared is None else min(shared, pages)
-        return self.policy.reuse(num_tokens, matched, (*self.published, *more))
+        return self.policy.reuse(num_tokens, matched, sorted((*self.published, *more), reverse=True))
 
     @property
     def resend(self) -> int:

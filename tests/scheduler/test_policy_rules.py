@@ -115,7 +115,7 @@ def test_every_filing_keeps_what_its_own_lookups_reach(prompt: int, block: int, 
     ("filing", "expected"), [("drop", Reuse(48, 48)), ("token", Reuse(64, 64)), ("key", Reuse(64, 64))]
 )
 def test_the_recurrent_lookup_stays_within_the_attention_match(filing: str, expected: Reuse) -> None:
-    assert build("ours", block=16, filing=filing).reuse(65, 64, sorted([48, 64], reverse=True)) == expected
+    assert build("ours", block=16, filing=filing).reuse(65, 64, [64, 48]) == expected
 
 
 @pytest.mark.parametrize(
@@ -144,9 +144,9 @@ def test_a_second_stop_inside_a_block_after_a_hit_inside_it() -> None:
 
 def test_a_match_without_a_state_at_its_end_is_reported() -> None:
     policy = build("ours", block=16)
-    assert policy.reuse(1000, 48, sorted([16, 32, 48], reverse=True)) == Reuse(48, 48)
-    assert policy.reuse(1000, 48, sorted([16, 32, 64], reverse=True)) == Reuse(32, 48)
-    assert policy.reuse(1000, 48, sorted([], reverse=True)) == Reuse(0, 48)
+    assert policy.reuse(1000, 48, [48, 32, 16]) == Reuse(48, 48)
+    assert policy.reuse(1000, 48, [64, 32, 16]) == Reuse(32, 48)
+    assert policy.reuse(1000, 48, []) == Reuse(0, 48)
 
 
 @pytest.mark.parametrize("block", [64, 512, 1152, 2304])
@@ -190,6 +190,17 @@ def test_a_wait_is_explained() -> None:
 def test_a_stop_is_explained() -> None:
     chunk = build("generic").chunk(28_672, 4096, Prefill(32_320, 32_320), 4096)
     assert chunk.reason == "stopped at 31,744: retained, kernel exports 0"
+
+
+def test_a_tail_that_joins_is_explained() -> None:
+    assert prefill(build("seed"), 32_320).reasons[-2:] == ("budget", "tail joined")
+    assert prefill(build("generic"), 32_320).reasons[-1] == "end of prompt"
+
+
+def test_only_a_decode_checkpoint_outlasts_prefill() -> None:
+    assert build("ours").outlasts_prefill(8960, 1000)
+    assert not build("ours").outlasts_prefill(960, 960)
+    assert not build("ours", retain=["progress"]).outlasts_prefill(8960, 1000)
 
 
 @pytest.mark.parametrize("drafter", ["EagleModel", "DeepSeekMTPModel"])
@@ -287,6 +298,8 @@ def test_decode_keeps_the_newest_boundary_that_was_crossed() -> None:
         ({"preset": "ours", "filing": "tokens"}, "draft filing is 'tokens', expected one of token, drop"),
         ({"preset": "ours", "draft": "EagleModel"}, "EagleModel does not declare that: use drop, key or tag"),
         ({"preset": "generic", "draft": "EagleModel", "filing": "token"}, "use drop, key or tag"),
+        ({"preset": "ours", "block": 24}, "block size is 24, expected a multiple of 16"),
+        ({"preset": "ours", "block": 0}, "block size is 0, expected a multiple of 16"),
     ],
 )
 def test_refusals_name_what_was_found_and_what_is_expected(

@@ -22,10 +22,10 @@ def main(arguments: list[str]) -> int:
     overview = _parser("", f"mini-glm53: serve GLM-5.3, readably.\n\ncommands:\n{commands}", EXAMPLES)
     overview.add_argument("command", choices=COMMANDS, help="python cli.py COMMAND --help says more")
     name = overview.parse_args(arguments[:1]).command
-    command = importlib.import_module(f"engine.commands.{name}")
-    parser = _parser(f" {name}", _summary(name), command.EXAMPLES)
-    command.add_arguments(parser)
     try:
+        command = importlib.import_module(f"engine.commands.{name}")
+        parser = _parser(f" {name}", _summary(name), command.EXAMPLES)
+        command.add_arguments(parser)
         code = int(command.run(parser.parse_args(arguments[1:])))
         sys.stdout.flush()  # here a reader that has gone is caught, at exit it would not be
         return code

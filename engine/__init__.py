@@ -1,6 +1,6 @@
 """mini-glm53's engine: `LLM` runs a GLM-5.3 checkpoint, `SamplingParams` says how tokens are chosen.
 
-Names are imported on first use, so that commands which need no model start without torch.
+Names are imported on first use, so that importing a part of the package does not import torch.
 """
 
 import importlib

@@ -120,6 +120,8 @@ class LLM:
         """Token ids of a prompt; nothing is added. ValueError on an id outside the vocabulary."""
         if not isinstance(prompt, str):
             ids = list(prompt)
+            if wrong := [token for token in ids if type(token) is not int]:
+                raise ValueError(f"a prompt holds {wrong[0]!r}; expected text, or integer token ids")
         elif self.tokenizer is not None:
             ids = self.tokenizer.encode(prompt)
         else:
@@ -174,17 +176,17 @@ class LLM:
 
     def stream(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> Iterator[Delta]:
         """Deltas of all prompts as they come, ids counting from the first prompt's; leaving early cancels."""
-        return self._run((self.add_request(prompt, params) for prompt in prompts), [])
+        return self._run((self.add_request(prompt, params) for prompt in listed(prompts)), [])
 
     def generate(self, prompts: Sequence[Prompt], params: SamplingParams | None = None) -> list[Result]:
         """Results in prompt order."""
-        return self._results(self.add_request(prompt, params) for prompt in prompts)
+        return self._results(self.add_request(prompt, params) for prompt in listed(prompts))
 
     def score(self, prompts: Sequence[Prompt]) -> list[list[float]]:
         """Teacher-forced log-probability of every token but the first, per prompt."""
         queued = (
             self._enqueue(Request(self._next_id, self.encode(prompt), 0, score_prompt=True), SamplingParams())
-            for prompt in prompts
+            for prompt in listed(prompts)
         )
         return [result.prompt_log_probs for result in self._results(queued)]
 
@@ -209,3 +211,10 @@ class LLM:
             for request_id in ids:
                 self.cancel(request_id)
             self.forget(ids)
+
+
+def listed(prompts: Sequence[Prompt]) -> Sequence[Prompt]:
+    """The prompts; ValueError for a lone string, whose letters would else be prompts."""
+    if isinstance(prompts, str):
+        raise ValueError("prompts is one string; expected a list of prompts")
+    return prompts

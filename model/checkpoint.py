@@ -7,7 +7,7 @@ the MTP layer are kept apart (`mtp_problems`): the trunk can run without it.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -79,6 +79,10 @@ def part_shapes(format: Format, shape: tuple[int, ...]) -> list[tuple[int, ...]]
     return [(rows, columns // 2), scales, ()] if format == "nvfp4" else [shape, scales]
 
 
+EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
+MIXED_HINT = "the experts of a layer, and gate and up, must share a format; use a checkpoint where they do"
+
+
 def read_checkpoint(directory: Path) -> Checkpoint:
     """Resolve every parameter of the config against the shards' headers. Raises WeightError on any mismatch."""
     raw_config = read_json(directory / "config.json")
@@ -111,8 +115,23 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         and (declared := declaration.format_of(stored.spec.stem)) not in (None, stored.format)
     )
     raise_if_any(directory, contradictions, CONTRADICTION_HINT)
+    problems += _mixed_stacks(parameters)
+    raise_if_any(
+        directory, (problem for problem in problems if not problem.startswith(mtp_prefix)), MIXED_HINT
+    )
     mtp_problems = tuple(problem for problem in problems if problem.startswith(mtp_prefix))
     return Checkpoint(parameters, tuple(skipped), has_mtp, mtp_problems)
+
+
+def _mixed_stacks(parameters: Mapping[str, StoredParameter]) -> Iterator[str]:
+    """Matrices that are used as one stack (gate with up, expert with expert) and differ in format."""
+    firsts: dict[str, StoredParameter] = {}
+    for name, stored in parameters.items():
+        if ".mlp." in name and name.endswith("_proj.weight"):
+            stack = EXPERT_NUMBER.sub(".experts.", name).replace("gate_proj", "up_proj")
+            first = firsts.setdefault(stack, stored)
+            if first.format != stored.format:
+                yield f"{name} is stored as {stored.format}, {first.spec.name} as {first.format}"
 
 
 def raise_if_any(place: Path | str, problems: Iterable[str], hint: str) -> None:

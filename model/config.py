@@ -113,13 +113,7 @@ class Glm5NextConfig:
 
 def load_config(directory: Path) -> Glm5NextConfig:
     """Read `directory/config.json`. Raises ConfigError on a value that is not implemented."""
-    raw = read_json(directory / "config.json")
-    try:
-        return parse_config(raw)
-    except (TypeError, AttributeError) as error:
-        raise ConfigError(
-            f"config.json holds a value of a wrong JSON type ({error}); download it again"
-        ) from None
+    return parse_config(read_json(directory / "config.json"))
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -137,6 +131,17 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def parse_config(raw: Mapping[str, Any]) -> Glm5NextConfig:
     """Turn a parsed config.json (top level or bare text_config) into a Glm5NextConfig."""
+    try:
+        return _parsed(raw)
+    except ConfigError:
+        raise
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"config.json holds a value of a wrong JSON type ({error}); download it again"
+        ) from None
+
+
+def _parsed(raw: Mapping[str, Any]) -> Glm5NextConfig:
     if raw.get("model_type") not in ("glm5_next", "glm5_next_text"):
         raise ConfigError(f"config.json: model_type is {raw.get('model_type')!r}, expected 'glm5_next'")
     text = {key: raw[key] for key in ("tie_word_embeddings", "eos_token_id") if key in raw}
@@ -162,7 +167,10 @@ def parse_config(raw: Mapping[str, Any]) -> Glm5NextConfig:
 
 def token_ids(value: int | list[int] | None) -> tuple[int, ...]:
     """An `eos_token_id` entry (one id, a list, or null) as a tuple."""
-    return (value,) if isinstance(value, int) else tuple(value or ())
+    ids = (value,) if isinstance(value, int) else tuple(value or ())
+    if any(type(token) is not int for token in ids):
+        raise ConfigError(f"eos_token_id is {value!r}, expected a token id or a list of them")
+    return ids
 
 
 def _number(source: Mapping[str, Any], field: str, kind: Any) -> Any:

@@ -2,8 +2,8 @@
 
 One latent row per token serves every head as key and value. The head's key projection is absorbed into its
 query and the value projection is applied after the weighted sum, so attention runs on the cached rows as they
-are. The scale is that of the un-absorbed head, qk_nope_head_dim^-0.5. There is no position code: order comes
-from the KDA layers alone.
+are. The scale is that of the un-absorbed head, qk_nope_head_dim^-0.5. Attention has no position code: order
+comes from the KDA layers.
 """
 
 from dataclasses import dataclass

@@ -61,8 +61,8 @@ def read_headers(directory: Path) -> dict[str, StoredTensor]:
             raise WeightError(f"{directory} holds neither {INDEX} nor {SINGLE}; expected a checkpoint")
         return _merge([directory / SINGLE])
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise WeightError(f"{index} has no weight_map; download it again")
+    if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+        raise WeightError(f"{index} has no weight_map of tensor to shard; download it again")
     shards = [directory / name for name in sorted(set(weight_map.values()))]
     missing = [shard.name for shard in shards if not shard.exists()]
     if missing:

@@ -68,27 +68,25 @@ class WeightTree:
         return self.stack([name]).select(0)
 
     def fused(self, names: Sequence[str]) -> PlainWeight:
-        """Output rows of several plain Linears of one input, concatenated in order: [sum of out, in]."""
+        """Output rows of several Linears of one input, concatenated in order: [sum of out, in]; quantised ones,
+        which no known checkpoint has here, are expanded."""
         parameters = [self._get(name) for name in names]
-        for parameter in parameters:
-            if parameter.format != "plain":
-                raise WeightError(f"{parameter.spec.name} is {parameter.format}; only plain weights fuse")
         rows = [parameter.spec.shape[0] for parameter in parameters]
         tensor = self._empty((sum(rows), parameters[0].spec.shape[1]))
-        for parameter, destination in zip(parameters, torch.split(tensor, rows), strict=True):
-            self._fill(parameter, [destination])
+        for name, parameter, destination in zip(names, parameters, torch.split(tensor, rows), strict=True):
+            if parameter.format == "plain":
+                self._fill(parameter, [destination])
+            else:
+                destination.copy_(self.linear(name).expand(tensor.dtype))
         return PlainWeight(tensor)
 
     def stack(self, names: Sequence[str]) -> Weight:
         """Several matrices of one shape and format as [len(names), out, in]; each keeps its own scales."""
         parameters = [self._get(name) for name in names]
         first = parameters[0]
-        for other in parameters:
-            if other.format != first.format:
-                raise WeightError(
-                    f"{first.spec.name} is stored as {first.format}, {other.spec.name} as {other.format};"
-                    " matrices that are used together must share a format"
-                )
+        assert all(parameter.format == first.format for parameter in parameters), (
+            "see checkpoint._mixed_stacks"
+        )
         weight_class, dtypes = RESIDENT[first.format]
         shapes = part_shapes(first.format, first.spec.shape)
         stacks = [

@@ -3,7 +3,7 @@
 **The problem.** A prefix cache for attention is easy: if tokens 0..m-1 are cached, so is every shorter prefix.
 A KDA layer instead carries one matrix, overwritten token by token. `state@m`, the state after exactly m tokens,
 says nothing about any other position, so a prefix of m tokens can be reused only if somebody kept `state@m`: a
-*checkpoint*. States are large (about 5,500 tokens' worth of attention cache), so they are kept at few
+*checkpoint*. States are large (about 5,500 tokens of an FP8 attention cache), so they are kept at few
 positions, all multiples of the block size B: *boundaries*.
 
 **Words.** A forward runs a *chunk*, tokens start .. end - 1, and leaves the state at its end. A kernel that can

@@ -19,7 +19,7 @@ from engine.text import REASONING_EFFORTS, ends_in_thinking
 
 EXAMPLES = """examples:
   python cli.py generate "It is a truth universally acknowledged" --max-tokens 64
-  python cli.py generate --chat "Who is Mr. Darcy?" --temperature 0 --json"""
+  python cli.py generate --chat "Who is Mr. Darcy?" --temperature 0.8 --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,6 +81,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     """Text prompts in the order arguments, files; stdin if there is no prompt of any kind."""
     texts = [*args.prompts, *(decode_utf8(Path(file).read_bytes(), file) for file in args.prompt_file)]
     if not texts and not args.prompt_ids:
+        if sys.stdin.isatty():
+            print("type a prompt, end it with Ctrl-D", file=sys.stderr)
         texts = [decode_utf8(sys.stdin.buffer.read(), "standard input")]
     if "" in texts:
         raise ValueError("a prompt is empty; expected at least one character")

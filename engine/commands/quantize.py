@@ -1,6 +1,6 @@
 """Write a checkpoint with its routed experts in NVFP4 (ModelOpt form, weight only, round to nearest).
 
-The MTP layer's experts are quantised too; every other matrix becomes or stays BF16, small tensors keep their
+The MTP layer's experts are quantised too; other quantised matrices become BF16, everything else keeps its
 bits. The result appears under its name only when it is complete: a failed run leaves nothing behind.
 """
 

@@ -310,3 +310,14 @@ def test_results_carry_times_and_counts(llm: LLM) -> None:
     assert long.ttft_s is not None and long.ttft_s > 0
     assert long.decode_tokens_per_s is not None and long.decode_tokens_per_s > 0
     assert short.ttft_s is not None and short.decode_tokens_per_s is None
+
+
+class TestWrongPrompts:
+    def test_a_lone_string_is_no_list_of_prompts(self) -> None:
+        with pytest.raises(ValueError, match="expected a list of prompts"):
+            tiny_engine().generate("Hello")
+
+    @pytest.mark.parametrize("token", [1.5, True, None, "1"])
+    def test_ids_are_integers(self, token: object) -> None:
+        with pytest.raises(ValueError, match="expected text, or integer token ids"):
+            tiny_engine().generate([[1, token]])  # type: ignore[list-item]

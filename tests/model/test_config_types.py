@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from model.checkpoint import read_checkpoint
 from model.config import ConfigError, load_config
 from tests.driver import DATA
 
@@ -18,6 +19,21 @@ def test_wrong_json_type_is_a_config_error(tmp_path: Path, field: str, value: ob
     (tmp_path / "config.json").write_text(json.dumps(raw))
     with pytest.raises(ConfigError, match=r"config\.json"):
         load_config(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("quantization_config", 7), ("eos_token_id", "x"), ("eos_token_id", [0, "q"])]
+)
+def test_top_level_values_of_a_wrong_type(tmp_path: Path, field: str, value: object) -> None:
+    for file in (DATA / "bf16").iterdir():
+        (tmp_path / file.name).symlink_to(file)
+    raw = json.loads((DATA / "bf16" / "config.json").read_text())
+    raw["text_config"].pop("eos_token_id", None)
+    raw[field] = value
+    (tmp_path / "config.json").unlink()
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=field):
+        read_checkpoint(tmp_path)
 
 
 def test_text_config_that_is_no_object(tmp_path: Path) -> None:

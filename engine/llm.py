@@ -72,6 +72,7 @@ class LLM:
         self.model = Glm5Next(tree, config, dtype, device)
         self.mtp = Mtp(tree, config, self.model) if with_mtp else None
         tree.finish()
+        self.has_mtp = with_mtp or tree.has_mtp  # whether the checkpoint has a draft layer
         block_size, slots = options.block_size, options.max_running_requests
         kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device)
         shape = CacheShape(max(kv_tokens // block_size, 1), block_size, slots, config.index_kpool)

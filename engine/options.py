@@ -29,7 +29,7 @@ class EngineOptions:
             raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
         if self.device.split(":")[0] not in ("cpu", "cuda"):
             raise ValueError(f"device is {self.device!r}, expected cpu or cuda")
-        if self.device != "cpu" and not torch.cuda.is_available():
+        if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device is {self.device!r}, but this torch sees no CUDA device; use cpu")
         if self.block_size <= 0 or self.block_size % BLOCK_GRID_TOKENS:
             raise ValueError(f"block size is {self.block_size}, expected a multiple of {BLOCK_GRID_TOKENS}")

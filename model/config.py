@@ -144,11 +144,13 @@ def parse_config(raw: Mapping[str, Any]) -> Glm5NextConfig:
 def _parsed(raw: Mapping[str, Any]) -> Glm5NextConfig:
     if raw.get("model_type") not in ("glm5_next", "glm5_next_text"):
         raise ConfigError(f"config.json: model_type is {raw.get('model_type')!r}, expected 'glm5_next'")
-    text = {key: raw[key] for key in ("tie_word_embeddings", "eos_token_id") if key in raw}
-    text |= raw.get("text_config", raw)
+    text = raw.get("text_config", raw)
+    # What matters to the text model at the top level: both places count.
+    outer = {key: raw[key] for key in ("tie_word_embeddings", "eos_token_id") if key in raw}
     for field, expected in FIXED_FIELDS.items():
-        if text.get(field, expected) != expected:
-            raise ConfigError(f"config.json: {field} is {text[field]!r}; only {expected!r} is implemented")
+        for found in (text.get(field, expected), outer.get(field, expected)):
+            if found != expected:
+                raise ConfigError(f"config.json: {field} is {found!r}; only {expected!r} is implemented")
     plain = [f for f in fields(Glm5NextConfig) if f.type in (int, float) and not f.name.startswith("linear_")]
     sizes = {field.name: _number(text, field.name, field.type) for field in plain}
     layer_types = _layer_types(text, sizes["num_hidden_layers"])
@@ -159,7 +161,9 @@ def _parsed(raw: Mapping[str, Any]) -> Glm5NextConfig:
         index_share_for_mtp_iteration=bool(text.get("index_share_for_mtp_iteration", True)),
         layer_types=layer_types,
         mlp_layer_types=_mlp_layer_types(text, sizes["num_hidden_layers"]),
-        eos_token_ids=token_ids(text.get("eos_token_id")),
+        eos_token_ids=tuple(
+            dict.fromkeys(token_ids(text.get("eos_token_id")) + token_ids(outer.get("eos_token_id")))
+        ),
     )
     _check_relations(text, config)
     return config
@@ -225,12 +229,17 @@ def _check_relations(text: Mapping[str, Any], config: Glm5NextConfig) -> None:
     heads, topk, experts = config.num_attention_heads, config.index_topk, config.n_routed_experts
     kv_heads = text.get("num_key_value_heads", heads)
     indexers = sorted(set(text.get("indexer_types") or ["full"]))
+    head_dim = text.get("qk_head_dim", config.qk_nope_head_dim)
+    frequency, pattern = text.get("index_topk_freq"), text.get("index_topk_pattern")
     mtp_layers, bound = config.num_nextn_predict_layers, config.linear_gate_lower_bound
     for good, message in (
         (kv_heads == heads, f"num_key_value_heads is {kv_heads}; expected num_attention_heads, {heads}"),
         (topk % config.index_kpool == 0, f"index_topk is {topk}; must be a multiple of index_kpool"),
         (config.num_experts_per_tok <= experts, f"num_experts_per_tok exceeds n_routed_experts, {experts}"),
         (mtp_layers in (0, 1), f"num_nextn_predict_layers is {mtp_layers!r}; must be 0 or 1"),
+        (head_dim == config.qk_nope_head_dim, f"qk_head_dim is {head_dim}; expected qk_nope_head_dim"),
+        (frequency in (None, 1), f"index_topk_freq is {frequency}; only 1 is implemented"),
+        (pattern is None, f"index_topk_pattern is {pattern!r}; only indexers in every layer are implemented"),
         (indexers == ["full"], f"indexer_types holds {indexers}; only 'full' is implemented"),
         # Recurrences inside a chunk are rebased every 16 tokens; 16 x 5 keeps every exponent inside float32.
         (-5.0 <= bound < 0, f"gate_lower_bound is {bound}; must lie in [-5, 0)"),

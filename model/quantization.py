@@ -53,6 +53,14 @@ class Declaration:
 
 def parse_quantization(directory: Path, raw_config: Mapping[str, Any]) -> Declaration:
     """Read `quantization_config`, or a lone `hf_quant_config.json`. Raises ConfigError."""
+    try:
+        return _parsed(directory, raw_config)
+    except (TypeError, AttributeError) as error:
+        message = f"quantization_config holds a value of a wrong JSON type ({error}); download it again"
+        raise ConfigError(f"config.json: {message}") from None
+
+
+def _parsed(directory: Path, raw_config: Mapping[str, Any]) -> Declaration:
     declared = raw_config.get("quantization_config")
     if declared is None and (directory / "hf_quant_config.json").exists():
         declared = read_json(directory / "hf_quant_config.json").get("quantization", {})

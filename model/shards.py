@@ -95,7 +95,10 @@ def _read_header(shard: Path) -> list[StoredTensor]:
             header = json.loads(file.read(length), object_pairs_hook=_unique)
             header.pop("__metadata__", None)
             tensors = [_stored(shard, name, entry) for name, entry in header.items()]
-            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            spans = sorted(entry["data_offsets"] for entry in header.values())
+            end = max((stop for _, stop in spans), default=0)
+            if any(start != stop for (_, stop), (start, _) in zip([[0, 0], *spans], spans, strict=False)):
+                raise ValueError("its tensors overlap or leave gaps")
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise WeightError(f"{shard}: broken header ({error}); download it again") from None
     if size != 8 + length + end:

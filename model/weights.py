@@ -41,6 +41,7 @@ class WeightTree:
     linear_dtype: torch.dtype
     device: torch.device
     prefix: str = ""
+    has_mtp: bool = False  # whether the checkpoint has a draft layer, asked for or not
     taken: Counter[str] = field(default_factory=Counter)
 
     def at(self, prefix: str) -> "WeightTree":
@@ -178,4 +179,4 @@ def load_weights(
             progress(done_bytes, total_bytes)
         return read_shard(tensor)
 
-    return WeightTree(parameters, read, linear_dtype, device)
+    return WeightTree(parameters, read, linear_dtype, device, has_mtp=checkpoint.has_mtp)

@@ -32,7 +32,10 @@ def load_engine(args: argparse.Namespace) -> LLM:
         raise ValueError(f"--threads is {args.threads}, expected at least 1")
     torch.set_num_threads(args.threads)
     options = {name: getattr(args, name) for name in DEFAULTS}
-    return LLM(args.model, progress=LoadProgress() if sys.stderr.isatty() else None, **options)
+    llm = LLM(args.model, progress=LoadProgress() if sys.stderr.isatty() else None, **options)
+    mtp = "in the checkpoint, not used" if llm.has_mtp else "none"
+    print(f"stop ids {', '.join(map(str, llm.stop_ids)) or 'none'}; MTP layer: {mtp}", file=sys.stderr)
+    return llm
 
 
 def decode_utf8(content: bytes, name: str) -> str:

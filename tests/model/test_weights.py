@@ -249,6 +249,22 @@ class TestCoverage:
 class TestFiles:
     """Damaged directories."""
 
+    def test_overlapping_tensors_in_a_shard(self, tmp_path: Path) -> None:
+        directory = edited(tmp_path, lambda tensors: None)
+        shard = directory / "model-00001-of-00002.safetensors"
+        content = shard.read_bytes()
+        length = int.from_bytes(content[:8], "little")
+        header = json.loads(content[8 : 8 + length])
+        first, second = sorted(
+            (n for n in header if n != "__metadata__" and header[n]["shape"] == [64, 32]),
+            key=lambda n: header[n]["data_offsets"],
+        )[:2]
+        header[second]["data_offsets"] = header[first]["data_offsets"]
+        text = json.dumps(header).encode()
+        shard.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
+        with pytest.raises(WeightError, match="overlap"):
+            load(directory)
+
     def test_missing_shard(self, tmp_path: Path) -> None:
         directory = edited(tmp_path, lambda tensors: None)
         (directory / "model-00002-of-00002.safetensors").unlink()

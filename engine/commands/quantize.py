@@ -28,7 +28,7 @@ QUANTISED_ROLES = ("routed experts", "mtp experts")
 COPIED = ("tokenizer*", "special_tokens_map.json", "chat_template*", "generation_config.json", "LICENSE*")
 EXAMPLES = """examples:
   python cli.py quantize GLM-5.3-Flash-BF16 GLM-5.3-Flash-NVFP4
-  python cli.py quantize tests/data/bf16 /tmp/tiny-nvfp4"""
+  python cli.py quantize tests/data/bf16 tiny-nvfp4"""
 PRODUCER = {"name": "mini-glm53", "version": "0.1.0"}
 
 

@@ -39,10 +39,8 @@ class DecoderLayer:
 
     def __init__(self, tree: WeightTree, config: Glm5NextConfig, index: int, dtype: torch.dtype) -> None:
         self.index, self.eps = index, config.rms_norm_eps
-        self.attn_site, self.ffn_site = (
-            HyperConnection(tree, "hc_attn", config),
-            HyperConnection(tree, "hc_ffn", config),
-        )
+        self.attn_site = HyperConnection(tree, "hc_attn", config)
+        self.ffn_site = HyperConnection(tree, "hc_ffn", config)
         self.input_norm = tree.tensor("input_layernorm.weight")
         self.post_attention_norm = tree.tensor("post_attention_layernorm.weight")
         mixer = Kda if config.layer_types[index] == "kda" else Mla

@@ -43,16 +43,12 @@ class Mla:
     ) -> None:
         self.heads, self.first_slot, self.dtype = config.num_attention_heads, first_slot, dtype
         self.rms_eps, self.scale = config.rms_norm_eps, config.qk_nope_head_dim**-0.5
-        self.q_a_proj, self.q_b_proj = (
-            Linear(tree.linear("q_a_proj"), dtype),
-            Linear(tree.linear("q_b_proj"), dtype),
-        )
+        self.q_a_proj = Linear(tree.linear("q_a_proj"), dtype)
+        self.q_b_proj = Linear(tree.linear("q_b_proj"), dtype)
         self.kv_a_proj = Linear(tree.linear("kv_a_proj_with_mqa"), dtype)
         self.o_proj = Linear(tree.linear("o_proj"), dtype)
-        self.q_a_norm, self.kv_a_norm = (
-            tree.tensor("q_a_layernorm.weight"),
-            tree.tensor("kv_a_layernorm.weight"),
-        )
+        self.q_a_norm = tree.tensor("q_a_layernorm.weight")
+        self.kv_a_norm = tree.tensor("kv_a_layernorm.weight")
         kv_b = tree.linear("kv_b_proj").expand(dtype).view(self.heads, -1, config.kv_lora_rank)
         # [heads, qk_nope_head_dim, kv_lora_rank] and [heads, kv_lora_rank, v_head_dim]
         self.key_up = kv_b[:, : config.qk_nope_head_dim]
@@ -112,9 +108,8 @@ class Mla:
 
     def _prefix(self, segment: Segment, num_rows: int, cache: Tensor) -> Tensor:
         """Latents of the layer's first `num_rows` rows, [num_rows, kv_lora_rank]."""
-        return read_prefix(cache, segment.block_table, num_rows + self.first_slot)[self.first_slot :].to(
-            self.dtype
-        )
+        rows = read_prefix(cache, segment.block_table, num_rows + self.first_slot)
+        return rows[self.first_slot :].to(self.dtype)
 
 
 def gathered_attention(q: Tensor, latents: Tensor, used: Tensor) -> Tensor:

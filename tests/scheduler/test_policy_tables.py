@@ -362,6 +362,16 @@ def test_release_033_with_a_connector_drops_again(
     assert (trace.chunks, trace.published, trace.resend) == (chunks, published, resend)
 
 
+def test_release_033_exports_only_in_the_chunk_that_finishes() -> None:
+    trace = prefill(build("vllm-0.33", filing="drop"), 4700, budget=4608)
+    assert (trace.chunks, trace.exports, trace.published) == ((4096, 604), (), (4096,))
+
+
+def test_release_033_never_exports_a_junction() -> None:
+    trace = prefill(build("vllm-0.33"), 3000, junctions=(1024,))
+    assert (trace.chunks, trace.exports, trace.published) == ((1024, 1976), (2560,), (1024, 2560))
+
+
 def test_release_033_without_export_keeps_the_ninth_forward() -> None:
     trace = prefill(build("vllm-0.33", capability=Capability(exports=0)), 32320)
     assert (trace.chunks, trace.published) == ((*SEVEN, 3584, 64), (32256,))

@@ -192,6 +192,18 @@ def test_a_stop_is_explained() -> None:
     assert chunk.reason == "stopped at 31,744: retained, kernel exports 0"
 
 
+def test_a_stop_off_the_export_grid_is_explained() -> None:
+    chunk = build("ours").chunk(28_700, 4096, Prefill(32_320, 32_320), 4096)
+    assert chunk.reason.startswith("stopped at 32,256: retained") and "many" in chunk.reason
+
+
+@pytest.mark.parametrize(("room", "end"), [(1200, 1200), (1199, 1199), (1198, 1024)])
+def test_a_replay_ends_one_token_before_the_known_ones(room: int, end: int) -> None:
+    assert build("seed").chunk(0, room, Prefill(1000, 1200), 4096).end == end
+    assert build("ours").chunk(1198, 1, Prefill(1000, 1200), 1).reason == "end of known tokens"
+    assert build("ours").chunk(1199, 1, Prefill(1000, 1200), 1).reason == "decode"
+
+
 def test_a_tail_that_joins_is_explained() -> None:
     assert prefill(build("seed"), 32_320).reasons[-2:] == ("budget", "tail joined")
     assert prefill(build("generic"), 32_320).reasons[-1] == "end of prompt"

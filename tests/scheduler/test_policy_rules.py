@@ -192,6 +192,19 @@ def test_a_stop_is_explained() -> None:
     assert chunk.reason == "stopped at 31,744: retained, kernel exports 0"
 
 
+def test_a_chunk_that_happens_to_end_on_a_retained_boundary_was_not_stopped() -> None:
+    assert prefill(build("generic"), 512).reasons == ("end of prompt",)
+
+
+@pytest.mark.parametrize(
+    ("preset", "stop"), [("generic", 576), ("seed", 576), ("vllm-0.33", 576), ("ours", 512)]
+)
+def test_public_presets_take_the_resend_stop_from_the_known_tokens(preset: str, stop: int) -> None:
+    policy = build(preset, block=64, retain=["resend"], filing="drop")
+    assert policy.fixed_points(Prefill(600, 650), stop=True) == {stop}
+    assert policy.fixed_points(Prefill(600, 650)) == {512}
+
+
 def test_a_stop_off_the_export_grid_is_explained() -> None:
     chunk = build("ours").chunk(28_700, 4096, Prefill(32_320, 32_320), 4096)
     assert chunk.reason.startswith("stopped at 32,256: retained") and "many" in chunk.reason

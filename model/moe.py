@@ -98,11 +98,10 @@ class Moe:
         hit, counts = order.values.unique_consecutive(return_counts=True)
         begin = 0
         for expert, count in zip(hit.tolist(), counts.tolist(), strict=True):
-            rows = tokens[begin : begin + count]
-            padded = functional.pad(x[rows], (0, 0, 0, -count % ROW_PADDING))
-            result = swiglu_mlp(padded, self.gate_up.select(expert), self.down.select(expert), self.limit)[
-                :count
-            ]
-            out.index_add_(0, rows, result.float() * pair_weights[begin : begin + count])
+            # The padding reads rows of the experts after this one; their results are dropped.
+            padded = x[tokens[begin : begin + count + -count % ROW_PADDING]]
+            result = swiglu_mlp(padded, self.gate_up.select(expert), self.down.select(expert), self.limit)
+            weighted = result[:count].float() * pair_weights[begin : begin + count]
+            out.index_add_(0, tokens[begin : begin + count], weighted)
             begin += count
         return out

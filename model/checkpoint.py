@@ -24,7 +24,8 @@ UNUSED_SCALES = (".input_scale", ".input_global_scale", ".k_scale", ".v_scale")
 RESAVED = re.compile(r"(attn|ffn)_hc\.|forget_gate\.|experts\.(gate_up|down)_proj|self_attn\.conv1d")
 RESAVED_HINT = "it was re-saved under transformers' module names; use the repository in its released layout"
 CONTRADICTION_HINT = "config.json and the shards are of different versions; download both again"
-
+EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
+MIXED_HINT = "the experts of a layer, and gate and up, must share a format; use a checkpoint where they do"
 
 FLOAT, FP8, BYTE = ("BF16", "F32"), ("F8_E4M3",), ("U8",)
 # Ways to store a Linear: suffix -> accepted file dtypes, in the order of the format's parts.
@@ -79,10 +80,6 @@ def part_shapes(format: Format, shape: tuple[int, ...]) -> list[tuple[int, ...]]
     return [(rows, columns // 2), scales, ()] if format == "nvfp4" else [shape, scales]
 
 
-EXPERT_NUMBER = re.compile(r"\.experts\.\d+\.")
-MIXED_HINT = "the experts of a layer, and gate and up, must share a format; use a checkpoint where they do"
-
-
 def read_checkpoint(directory: Path) -> Checkpoint:
     """Resolve every parameter of the config against the shards' headers. Raises WeightError on any mismatch."""
     raw_config = read_json(directory / "config.json")
@@ -104,7 +101,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     skipped += [found.pop(name) for name in list(found) if name.endswith(UNUSED_SCALES)]
     problems += [f"{name}: unknown tensor {tensor.describe()}" for name, tensor in found.items()]
     hint = RESAVED_HINT if any(RESAVED.search(name) for name in found) else "download the directory again"
-    raise_if_any(directory, (problem for problem in problems if not problem.startswith(mtp_prefix)), hint)
+    trunk, mtp = _apart(problems, mtp_prefix)
+    raise_if_any(directory, trunk, hint)
     declaration = parse_quantization(directory, raw_config)
     # The MTP layer's precision follows its tensors.
     contradictions = (
@@ -115,12 +113,18 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         and (declared := declaration.format_of(stored.spec.stem)) not in (None, stored.format)
     )
     raise_if_any(directory, contradictions, CONTRADICTION_HINT)
-    problems += _mixed_stacks(parameters)
-    raise_if_any(
-        directory, (problem for problem in problems if not problem.startswith(mtp_prefix)), MIXED_HINT
-    )
-    mtp_problems = tuple(problem for problem in problems if problem.startswith(mtp_prefix))
-    return Checkpoint(parameters, tuple(skipped), has_mtp, mtp_problems)
+    trunk, mixed_mtp = _apart(_mixed_stacks(parameters), mtp_prefix)
+    raise_if_any(directory, trunk, MIXED_HINT)
+    return Checkpoint(parameters, tuple(skipped), has_mtp, (*mtp, *mixed_mtp))
+
+
+def _apart(problems: Iterable[str], mtp_prefix: str) -> tuple[list[str], list[str]]:
+    """Problems of the trunk, and of the MTP layer."""
+    trunk: list[str] = []
+    mtp: list[str] = []
+    for problem in problems:
+        (mtp if problem.startswith(mtp_prefix) else trunk).append(problem)
+    return trunk, mtp
 
 
 def _mixed_stacks(parameters: Mapping[str, StoredParameter]) -> Iterator[str]:

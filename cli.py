@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 COMMANDS_DIRECTORY = Path(__file__).resolve().parent / "engine" / "commands"
-COMMANDS = ("generate", "eval", "inspect", "quantize", "bench")
+COMMANDS = ("generate", "chat", "eval", "inspect", "quantize", "trace", "ablate", "bench")
 EXAMPLES = """examples:
   python cli.py generate "It is a truth universally acknowledged"
   python cli.py inspect model/embedded"""

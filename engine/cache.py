@@ -25,14 +25,21 @@ class CacheShape:
 
 
 def allocate_trunk(
-    config: Glm5NextConfig, shape: CacheShape, dtype: torch.dtype, device: torch.device
+    config: Glm5NextConfig,
+    shape: CacheShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    state_dtype: torch.dtype = torch.float32,
 ) -> TrunkCache:
-    """Pages and slots of every trunk layer. Latents and convolution rows in `dtype`, states in float32."""
+    """Pages and slots of every trunk layer. Latents and convolution rows in `dtype`, states in `state_dtype`."""
     slots, head_dim = shape.num_slots, config.linear_head_dim
     matrix = (slots, config.linear_num_heads, head_dim, head_dim)
     conv = (slots, config.linear_conv_kernel_dim - 1, 3 * config.linear_width)
     kda = {
-        layer: KdaState(torch.empty(matrix, device=device), torch.empty(conv, dtype=dtype, device=device))
+        layer: KdaState(
+            torch.empty(matrix, dtype=state_dtype, device=device),
+            torch.empty(conv, dtype=dtype, device=device),
+        )
         for layer in config.kda_layers
     }
     return TrunkCache(kda, {layer: allocate_mla(config, shape, dtype, device) for layer in config.mla_layers})

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from engine.cache import CacheShape, allocate_trunk
+from engine.commands.policy_options import policy_from
 from engine.memory_plan import cache_bytes, default_kv_tokens, require_memory
 from engine.options import DTYPES, EngineOptions
 from engine.output import Delta, Output, Result
@@ -23,11 +24,13 @@ from engine.sampling import NUM_SEEDS, SamplingParams, default_sampling
 from engine.text import Tokenizer, stop_token_ids
 from model.config import load_config, read_json
 from model.glm5_next import Glm5Next
+from model.kda import EXPORT_GRID_TOKENS
 from model.linear import matmul_dtype
 from model.mtp import Mtp
 from model.random_weights import random_weights
 from model.weights import WeightTree, load_weights
 from scheduler.block_manager import BlockManager
+from scheduler.checkpoint_policy import Capability
 from scheduler.request import FinishReason, Request
 from scheduler.scheduler import Advance, Scheduler
 
@@ -73,15 +76,25 @@ class LLM:
         self.mtp = Mtp(tree, config, self.model) if with_mtp else None
         tree.finish()
         self.has_mtp = with_mtp or tree.has_mtp  # whether the checkpoint has a draft layer
-        block_size, slots = options.block_size, options.max_running_requests
+        policy = policy_from(options, Capability(export_grid=EXPORT_GRID_TOKENS), draft_architecture=None)
+        slots = options.max_running_requests + options.checkpoint_slots
+        state_dtype = DTYPES[options.state_dtype]
         kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device)
-        shape = CacheShape(max(kv_tokens // block_size, 1), block_size, slots, config.index_kpool)
+        shape = CacheShape(
+            max(kv_tokens // policy.block_size, 1), policy.block_size, slots, config.index_kpool
+        )
         what = f"the cache ({shape.num_blocks} blocks, {slots} slots) needs"
-        needed = cache_bytes(config, dtype, shape)
-        require_memory(what, needed, device, "lower kv_tokens or max_running_requests")
-        self.runner = Runner(self.model, allocate_trunk(config, shape, dtype, device))
-        blocks = BlockManager(shape.num_blocks, block_size, slots)
-        self.scheduler = Scheduler(blocks, options.max_batched_tokens, config.max_position_embeddings)
+        needed = cache_bytes(config, dtype, shape, state_dtype)
+        require_memory(what, needed, device, "lower kv_tokens, checkpoint_slots or max_running_requests")
+        self.runner = Runner(self.model, allocate_trunk(config, shape, dtype, device, state_dtype))
+        self.scheduler = Scheduler(
+            BlockManager(policy, shape.num_blocks, slots),
+            max_batched_tokens=options.max_batched_tokens,
+            mixed_prefill_tokens=options.mixed_prefill_tokens,
+            max_running_requests=options.max_running_requests,
+            context_limit=config.max_position_embeddings,
+            debug=options.debug,
+        )
 
     def _weight_tree(self, directory: Path, with_mtp: bool, progress: Progress | None) -> WeightTree:
         resident = matmul_dtype(self.dtype, self.device)
@@ -149,6 +162,7 @@ class LLM:
 
     def _deliver(self, advance: Advance) -> Iterator[Delta]:
         output, reason = self._outputs[advance.request.request_id], advance.finish_reason
+        output.result.cached_tokens = advance.request.num_cached_tokens
         if advance.token is not None:
             delta, stopped = output.push(advance.token)
             yield delta

@@ -20,9 +20,11 @@ def bytes_per_token(config: Glm5NextConfig, dtype: torch.dtype) -> int:
     return cache_bytes(config, dtype, CacheShape(1, config.index_kpool, 0, 0)) // config.index_kpool
 
 
-def cache_bytes(config: Glm5NextConfig, dtype: torch.dtype, shape: CacheShape) -> int:
+def cache_bytes(
+    config: Glm5NextConfig, dtype: torch.dtype, shape: CacheShape, state_dtype: torch.dtype = torch.float32
+) -> int:
     """All pages and slots."""
-    return _tensor_bytes(allocate_trunk(config, shape, dtype, torch.device("meta")))
+    return _tensor_bytes(allocate_trunk(config, shape, dtype, torch.device("meta"), state_dtype))
 
 
 def default_kv_tokens(config: Glm5NextConfig, dtype: torch.dtype, device: torch.device) -> int:

@@ -7,7 +7,6 @@ import torch
 from engine.sampling import SamplingParams
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
-BLOCK_GRID_TOKENS = 16  # block sizes are multiples of this: of the state export grid and of any index pool
 
 
 @dataclass(frozen=True)
@@ -17,25 +16,38 @@ class EngineOptions:
     dtype: str = "bfloat16"
     device: str = "cpu"
     max_batched_tokens: int = 4096
-    block_size: int = 64
+    mixed_prefill_tokens: int = 1024  # of prefill in a step that also decodes; 0: no cap
     max_running_requests: int = 16
-    kv_tokens: int | None = None
+    checkpoint_slots: int = 32  # recurrent slots beyond those of running requests
+    kv_tokens: int | None = None  # per attention group
+    state_dtype: str = "float32"  # of the recurrent matrices
+    debug: bool = False  # account for every page, slot and reference after every step
+    # The checkpoint policy: see engine/commands/policy_options.py.
+    policy: str = "ours"
+    retain: str | None = None
+    exports: str | None = None
+    chunk_ends: str | None = None
+    draft_filing: str | None = None
+    block_size: int | None = None
+    no_prefix_cache: bool = False
     random_weights: bool = False
     num_layers: int | None = None
     seed: int | None = None  # of random weights, and of requests that name none; None: fresh
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise ValueError(f"dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
+        for name in ("dtype", "state_dtype"):
+            if (value := getattr(self, name)) not in DTYPES:
+                raise ValueError(f"{name} is {value!r}, expected one of {', '.join(DTYPES)}")
         if self.device.split(":")[0] not in ("cpu", "cuda"):
             raise ValueError(f"device is {self.device!r}, expected cpu or cuda")
         if self.device.startswith("cuda") and not torch.cuda.is_available():
             raise ValueError(f"device is {self.device!r}, but this torch sees no CUDA device; use cpu")
-        if self.block_size <= 0 or self.block_size % BLOCK_GRID_TOKENS:
-            raise ValueError(f"block size is {self.block_size}, expected a multiple of {BLOCK_GRID_TOKENS}")
         for name in ("max_batched_tokens", "max_running_requests", "kv_tokens", "num_layers"):
             if (value := getattr(self, name)) is not None and value < 1:
                 raise ValueError(f"{name} is {value}, expected at least 1")
+        for name in ("mixed_prefill_tokens", "checkpoint_slots"):
+            if (value := getattr(self, name)) < 0:
+                raise ValueError(f"{name} is {value}, expected at least 0")
         if self.num_layers is not None and not self.random_weights:
             raise ValueError("num_layers acts with random weights only; a real model needs all its layers")
         SamplingParams(seed=self.seed)  # the range of seeds is a request's

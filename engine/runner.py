@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling import Sampler, SamplingError, SamplingParams
-from model.batch import Batch, Segment
+from model.batch import Batch, Export, Segment
 from model.glm5_next import Glm5Next, TrunkCache
 from scheduler.plan import ScheduledChunk, StepPlan, StepResult
 
@@ -32,6 +32,9 @@ class Runner:
         for request_id in plan.released:
             self._block_tables.pop(request_id, None)
             self._samplers.pop(request_id, None)
+        for chunk in plan.chunks:
+            if chunk.restore_from is not None:
+                self.cache.copy_state(chunk.restore_from, chunk.recurrent_slot)
         batch = self._batch(plan)
         hidden = self.model.forward(batch, self.cache)
         rows = list(zip(plan.chunks, (hidden[segment.rows] for segment in batch.segments), strict=True))
@@ -44,14 +47,17 @@ class Runner:
         segments = []
         for chunk in plan.chunks:
             size, table = len(chunk.token_ids), self._extended_table(chunk)
-            segments.append(Segment(len(token_ids), size, chunk.start, chunk.recurrent_slot, table))
+            exports = tuple(Export(position - chunk.start, slot) for position, slot in chunk.exports)
+            row, slot = len(token_ids), chunk.recurrent_slot
+            segments.append(Segment(row, size, chunk.start, slot, table, exports, chunk.write_from))
             token_ids += chunk.token_ids
         return Batch(torch.tensor(token_ids, device=self.model.device), tuple(segments))
 
     def _extended_table(self, chunk: ScheduledChunk) -> Tensor:
-        if chunk.new_blocks:
-            added = torch.tensor(chunk.new_blocks, device=self.model.device)
-            known = self._block_tables.get(chunk.request_id, added[:0])
+        pages = chunk.new_blocks[0]
+        if pages:
+            added = torch.tensor(pages, device=self.model.device)
+            known = added[:0] if chunk.admitted else self._block_tables[chunk.request_id]
             self._block_tables[chunk.request_id] = torch.cat([known, added])
         return self._block_tables[chunk.request_id]
 

@@ -31,6 +31,7 @@ class Segment:
     slot: int
     block_table: Tensor  # [num_blocks] int64 on the model's device
     exports: tuple[Export, ...] = ()
+    write_from: int = 0  # positions below lie in shared pages: their rows run, but are not written
 
     @property
     def end(self) -> int:

@@ -33,6 +33,11 @@ class TrunkCache:
     kda: dict[int, KdaState]
     mla: dict[int, MlaCache]
 
+    def copy_state(self, source: int, target: int) -> None:
+        """Copy one whole recurrent state, all KDA layers, from slot to slot."""
+        for state in self.kda.values():
+            state.copy(source, target)
+
 
 class DecoderLayer:
     """One trunk layer: two mHC sites around a mixer and a feed-forward layer."""

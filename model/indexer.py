@@ -93,11 +93,12 @@ class Indexer:
             raw, first = raw[1:], 0
         lead = first % self.pool
         rows = torch.cat([ring[ring_index(first - lead, first, ring)], raw]) if lead else raw
-        num_pools = len(rows) // self.pool
-        if num_pools:
-            keys = self.pool_keys(rows[: num_pools * self.pool].unflatten(0, (num_pools, self.pool)))
-            entry = first // self.pool + self.first_slot
-            entries = torch.arange(entry, entry + num_pools, device=keys.device)
+        pools = range(first // self.pool, (first + len(raw)) // self.pool)
+        shared = min(max(segment.write_from // self.pool - self.first_slot - pools.start, 0), len(pools))
+        if len(pools) > shared:
+            completed = rows[shared * self.pool : len(pools) * self.pool]
+            keys = self.pool_keys(completed.unflatten(0, (-1, self.pool)))
+            entries = torch.arange(pools.start + shared, pools.stop, device=keys.device) + self.first_slot
             address = physical_index(segment.block_table, entries, cache.pooled.shape[1])
             cache.pooled.view(-1, self.head_dim)[address] = keys.to(cache.pooled.dtype)
         kept, end = min(len(raw), len(ring)), first + len(raw)

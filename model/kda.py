@@ -26,13 +26,16 @@ from model.weights import WeightTree
 
 # Inside a chunk exp(G_i - G_j) is computed as exp(G_i) * exp(-G_j): 16 tokens x 5 = 80 < 88 = ln(float32 max).
 CHUNK_TOKENS = 16
+# What the forward below can do for a checkpoint policy: any number of states, at multiples of a chunk from the start
+# of a segment, and a segment may end anywhere.
+EXPORT_GRID_TOKENS = CHUNK_TOKENS
 
 
 @dataclass(frozen=True)
 class KdaState:
     """The recurrent slots of one layer."""
 
-    matrix: Tensor  # [num_slots, heads, key, value] float32
+    matrix: Tensor  # [num_slots, heads, key, value] float32, or bfloat16 to halve a checkpoint
     conv: Tensor  # [num_slots, kernel - 1, 3 * heads * head_dim], rows of q|k|v before the convolution
 
     def copy(self, source: int, target: int) -> None:
@@ -87,7 +90,7 @@ class Kda:
         inputs = self._inputs(self._convolve(qkv, batch, state.conv), f_a, b)
         parts, singles = [], batch.single_rows
         if singles is not None:
-            carried = singles.carried(state.matrix)
+            carried = singles.carried(state.matrix).float()
             stepped, state.matrix[singles.slots] = recurrence_step(inputs.rows(singles.rows), carried)
             parts.append((singles.rows, stepped))
         for segment in batch.multi_row_segments:
@@ -122,6 +125,7 @@ class Kda:
 
     def _run_segment(self, inputs: KdaInputs, segment: Segment, state: KdaState) -> Tensor:
         start = state.matrix[segment.slot] if segment.start else torch.zeros_like(state.matrix[0])
+        start = start.float()
         exports = {export.num_tokens: export.slot for export in segment.exports}
         out, states = chunked(inputs, start, tuple(exports))
         for num_tokens, slot in exports.items():

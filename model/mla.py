@@ -79,7 +79,8 @@ class Mla:
         return self.o_proj(out), selections
 
     def _write(self, latent: Tensor, segment: Segment, cache: Tensor) -> None:
-        slots = torch.arange(max(segment.start, self.first_slot), segment.end, device=latent.device)
+        first = max(segment.start, self.first_slot, segment.write_from)
+        slots = torch.arange(first, max(segment.end, first), device=latent.device)
         address = physical_index(segment.block_table, slots, cache.shape[1])
         cache.view(-1, cache.shape[2])[address] = latent[len(latent) - len(slots) :]
 

@@ -1,7 +1,7 @@
 """What crosses the wall between scheduler and engine: a step's plan, and its result.
 
 Both are plain data. A plan holds the blocks *added* in its step, never whole tables, so that its cost does not
-grow with the context; the runner keeps the tables.
+grow with the context; the runner keeps the tables. A trace is the list of plans, with their reasons.
 """
 
 from collections.abc import Mapping
@@ -12,16 +12,27 @@ from dataclasses import dataclass, field
 class ScheduledChunk:
     """Tokens `start` .. `start + len(token_ids)` - 1 of one request, to run in this step.
 
-    `samples`: these are the last known tokens, so the last row yields a new one. `targets`: for a scored
-    prompt, the known token after each row (as many as are known).
+    `admitted`: the request enters in this step, so `new_blocks` (by group) begin its tables and `restore_from`, if
+    any, is the slot whose state it continues. Rows below `write_from` are run and not written. `exports`: positions
+    in (start, end] whose state goes to a slot; `publishes` those of them that others may find after the commit,
+    `rolling` the one kept privately. `samples`: the last row yields a token. `targets`: the known token after each
+    row of a scored prompt.
     """
 
     request_id: int
     token_ids: tuple[int, ...]
     start: int
-    new_blocks: tuple[int, ...]
+    write_from: int
+    admitted: bool
+    new_blocks: tuple[tuple[int, ...], ...]
     recurrent_slot: int
+    restore_from: int | None
+    exports: tuple[tuple[int, int], ...]
+    publishes: tuple[int, ...]
+    rolling: int | None
     samples: bool
+    decodes: bool
+    reason: str
     targets: tuple[int, ...] = ()
 
     @property
@@ -32,10 +43,12 @@ class ScheduledChunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One forward: chunks in row order, and the requests that left since the last plan."""
+    """One forward: chunks in row order; requests that ended since the last plan; why others wait; tokens left over."""
 
     chunks: tuple[ScheduledChunk, ...]
     released: tuple[int, ...] = ()
+    waits: Mapping[int, str] = field(default_factory=dict)
+    unused_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -1,28 +1,49 @@
-"""One request's life: waiting -> running -> finished, and the counts that the scheduler keeps about it."""
+"""One request's life: waiting -> running -> finished (or back to waiting, preempted), and what it owns."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from scheduler.keys import KeyChain
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Status = Literal["waiting", "running", "finished"]
 
 
+class Checkpoint(NamedTuple):
+    """A recurrent state after `position` tokens, its slot, and with a drafter its companion."""
+
+    position: int
+    slot: int
+    companion: int | None
+
+
 @dataclass
 class Request:
-    """A request as the scheduler sees it: token ids and limits, no text and no tensors."""
+    """A request as the scheduler sees it: token ids, limits and numbers of places; no text and no tensors."""
 
     request_id: int
     prompt: Sequence[int]
     max_tokens: int
     stop_ids: frozenset[int] = frozenset()
     score_prompt: bool = False  # report the log-probability of every prompt token but the first
+    salt: bytes = b""  # requests of different salts never share cached content
+    num_external_tokens: int = 0  # rows and state of the first tokens come from an external store
     output: list[int] = field(default_factory=list)
-    num_computed_tokens: int = 0  # tokens whose cache rows and recurrent state exist
-    block_table: list[int] = field(default_factory=list)
-    recurrent_slot: int | None = None
     status: Status = "waiting"
-    finish_reason: FinishReason | None = None
+    num_computed_tokens: int = 0  # tokens whose cache rows and recurrent state exist
+    # Pages by group (target, and with a drafter draft); the first ones may be shared.
+    tables: list[list[int]] = field(default_factory=list)
+    num_published_blocks: int = 0
+    recurrent_slot: int | None = None
+    companion_slot: int | None = None
+    keys: KeyChain | None = None
+    restored: Checkpoint | None = None  # referenced until the forward that copies from it is committed
+    rolling: Checkpoint | None = None  # private, see `progress` and `decode`
+    reserved: list[Checkpoint] = field(default_factory=list)  # to be written by the forward under way
+    junctions: tuple[int, ...] = ()
+    write_from: int = 0  # tokens below are in shared pages: run, if they must be, but not written
+    num_cached_tokens: int = 0  # what the first admission did not have to compute
 
     @property
     def num_known_tokens(self) -> int:
@@ -31,7 +52,7 @@ class Request:
 
     @property
     def max_known_tokens(self) -> int:
-        """Most tokens the request can reach; its pages are reserved for these."""
+        """Most tokens the request can reach."""
         return len(self.prompt) + self.max_tokens
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from engine.commands.policy_options import add_policy_arguments
 from engine.llm import EMBEDDED_MODEL, LLM
 from engine.options import DTYPES, EngineOptions
 
@@ -20,9 +21,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default=str(EMBEDDED_MODEL), help="checkpoint directory (default: the embedded model)")
     add("--dtype", choices=DTYPES, help="width of weights and caches (default: %(default)s)")
     add("--device", help="cpu or cuda (default: %(default)s)")
-    add("--max-batched-tokens", type=int, metavar="N", help="token budget of a step (default: %(default)s)")
-    add("--block-size", type=int, metavar="N", help="tokens of a cache page (default: %(default)s)")
+    add("--state-dtype", choices=DTYPES, help="width of recurrent states (default: %(default)s)")
+    add("--kv-tokens", type=int, metavar="N", help="cache size per attention group (default: by free memory)")
+    add("--checkpoint-slots", type=int, metavar="N", help="beyond the running ones (default: %(default)s)")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads (default: %(default)s)")
+    add_policy_arguments(parser)
     parser.set_defaults(**DEFAULTS)
 
 

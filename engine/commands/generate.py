@@ -7,14 +7,16 @@ together and are printed one after the other. Stdout carries the answers (or one
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from engine.commands.common import add_engine_arguments, decode_utf8, load_engine
-from engine.llm import LLM
+from engine.conversation import Conversation
+from engine.llm import LLM, Prompt
 from engine.output import Delta, Result
+from engine.sampling import SamplingParams
 from engine.text import REASONING_EFFORTS, ends_in_thinking
 
 EXAMPLES = """examples:
@@ -29,9 +31,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     repeat: dict[str, Any] = {"action": "append", "default": []}
     add("--prompt-file", **repeat, metavar="FILE", help="a prompt, UTF-8 (repeatable)")
     add("--prompt-ids", **repeat, metavar="IDS", help='token ids, "1,2,3" (repeatable)')
+    add("--turns", metavar="FILE", help='a conversation, one {"user": text} a line; one result per turn')
     add("--chat", action="store_true", help="each prompt is a user's turn in the model's chat template")
     add("--system", metavar="TEXT", help="system message, with --chat")
     add("--reasoning-effort", choices=REASONING_EFFORTS, help="with --chat, where the template has it")
+    add_sampling_arguments(parser)
+    add_engine_arguments(parser)
+    add = parser.add_argument_group("random weights").add_argument
+    add("--random-weights", action="store_true", help="seeded values in the declared formats")
+    add("--num-layers", type=int, metavar="N", help="only the first N layers, with --random-weights")
+    parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of text")
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """How tokens are chosen and when a request ends."""
     title = "sampling (defaults: the model's generation_config.json, else greedy)"
     add = parser.add_argument_group(title).add_argument
     add("--max-tokens", type=int, metavar="N", help="new tokens (default: 256)")
@@ -40,46 +53,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, metavar="K")
     add("--min-p", type=float, metavar="P")
     add("--seed", type=int, help="default: fresh, and reported")
-    add("--stop", **repeat, metavar="TEXT", help="end before this text (repeatable)")
+    add("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
     add("--ignore-eos", action="store_true", help="do not end at the model's stop tokens")
-    add_engine_arguments(parser)
-    add = parser.add_argument_group("random weights").add_argument
-    add("--random-weights", action="store_true", help="seeded values in the declared formats")
-    add("--num-layers", type=int, metavar="N", help="only the first N layers, with --random-weights")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of text")
+
+
+def params_from(args: argparse.Namespace, llm: LLM) -> SamplingParams:
+    """The sampling parameters that the arguments describe, over the model's defaults."""
+    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
+    changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
+    return llm.default_params(**changes, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
 
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 if a request failed; 130 after Ctrl-C."""
+    turns = read_turns(args) if args.turns else []
     texts, ids = read_prompts(args), [parse_ids(text) for text in args.prompt_ids]
     check_chat_options(args, texts)
     llm = load_engine(args)
-    names = ("max_tokens", "temperature", "top_p", "top_k", "min_p")
-    changes = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
-    params = llm.default_params(**changes, stop=tuple(args.stop), ignore_eos=args.ignore_eos)
-    if args.chat:
-        texts = [render_chat(llm, text, args) for text in texts]
-    thinking = [args.chat and ends_in_thinking(text) for text in texts]
-    requests = [llm.add_request(t, params, split_reasoning=s) for t, s in zip(texts, thinking, strict=True)]
-    requests += [llm.add_request(prompt, params) for prompt in ids]
-    show, code = (lambda deltas: None) if args.json else Printer(llm.tokenizer is not None).show, 0
-    try:
-        while llm.has_work:
-            show(llm.step())
-    except KeyboardInterrupt:  # what was generated is kept
-        code = 130
-        show([delta for request_id in requests if (delta := llm.cancel(request_id))])
-    results = [llm.result(request_id) for request_id in requests]
+    params = params_from(args, llm)
+    show = (lambda deltas: None) if args.json else Printer(as_text=llm.tokenizer is not None).show
+    if turns:
+        results, interrupted = run_turns(llm, turns, params, conversation(llm, args), show)
+    else:
+        prompts: list[Prompt] = [conversation(llm, args).ask(text) if args.chat else text for text in texts]
+        results, interrupted = run_prompts(llm, [*prompts, *ids], params, args.chat, show)
     if args.json:
         print(json.dumps({"model": args.model, "seed": llm.seed, "results": [as_json(r) for r in results]}))
     else:
         report(results, llm.seed)
-    return code or int(any(result.finish_reason == "error" for result in results))
+    return 130 if interrupted else int(any(result.finish_reason == "error" for result in results))
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
     """Text prompts in the order arguments, files; stdin if there is no prompt of any kind."""
     texts = [*args.prompts, *(decode_utf8(Path(file).read_bytes(), file) for file in args.prompt_file)]
+    if args.turns:
+        if texts or args.prompt_ids:
+            raise ValueError("--turns is a conversation of its own; give no other prompt beside it")
+        return []
     if not texts and not args.prompt_ids:
         if sys.stdin.isatty():
             print("type a prompt, end it with Ctrl-D", file=sys.stderr)
@@ -108,13 +119,62 @@ def check_chat_options(args: argparse.Namespace, texts: Sequence[str]) -> None:
         raise ValueError("--random-weights takes --prompt-ids only: random weights have no use for text")
 
 
-def render_chat(llm: LLM, text: str, args: argparse.Namespace) -> str:
-    """One user turn (after the system message, if any) in the checkpoint's template."""
-    if llm.tokenizer is None:
-        raise ValueError("--chat needs the model's tokenizer.json, and there is none")
-    system = [{"role": "system", "content": args.system}] if args.system is not None else []
-    messages = [*system, {"role": "user", "content": text}]
-    return llm.tokenizer.chat(messages, reasoning_effort=args.reasoning_effort)
+def read_turns(args: argparse.Namespace) -> list[str]:
+    """The user's texts of a `--turns` file."""
+    lines = decode_utf8(Path(args.turns).read_bytes(), args.turns).splitlines()
+    turns = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            turns.append(json.loads(line)["user"])
+        except (ValueError, KeyError, TypeError):
+            turns.append(None)
+        if not isinstance(turns[-1], str) or not turns[-1]:
+            raise ValueError(f'{args.turns} line {number} is no turn; expected {{"user": "text"}}')
+    if not turns:
+        raise ValueError(f"{args.turns} holds no turns; expected one JSON object a line")
+    return turns
+
+
+def conversation(llm: LLM, args: argparse.Namespace) -> Conversation:
+    """An empty conversation as the arguments want it."""
+    return Conversation(
+        llm.tokenizer, templated=args.chat, system=args.system, reasoning_effort=args.reasoning_effort
+    )
+
+
+def run_turns(
+    llm: LLM,
+    turns: Sequence[str],
+    params: SamplingParams,
+    talk: Conversation,
+    show: Callable[[list[Delta]], None],
+) -> tuple[list[Result], bool]:
+    """One result per turn, each answer part of the next prompt; Ctrl-C ends with the turn it cut."""
+    results: list[Result] = []
+    for turn in turns:
+        (result,), interrupted = run_prompts(llm, [talk.ask(turn)], params, talk.templated, show)
+        results.append(result)
+        if interrupted:
+            return results, True
+        talk.answered(result)
+    return results, False
+
+
+def run_prompts(
+    llm: LLM, prompts: list[Prompt], params: SamplingParams, chat: bool, show: Callable[[list[Delta]], None]
+) -> tuple[list[Result], bool]:
+    """Results in prompt order, and whether Ctrl-C cut them short (what was generated is kept)."""
+    ids, interrupted = [], False
+    for prompt in prompts:
+        thinking = chat and isinstance(prompt, str) and ends_in_thinking(prompt)
+        ids.append(llm.add_request(prompt, params, split_reasoning=thinking))
+    try:
+        while llm.has_work:
+            show(llm.step())
+    except KeyboardInterrupt:
+        interrupted = True
+        show([delta for request_id in ids if (delta := llm.cancel(request_id))])
+    return [llm.result(request_id) for request_id in ids], interrupted
 
 
 class Printer:
@@ -150,7 +210,7 @@ def report(results: Sequence[Result], seed: int) -> None:
     for result in results:
         ttft = "-" if result.ttft_s is None else f"{result.ttft_s:.3f} s"
         speed = "-" if result.decode_tokens_per_s is None else f"{result.decode_tokens_per_s:.1f} tokens/s"
-        counts = f"prompt {result.prompt_tokens} tokens, new {len(result.token_ids)}"
+        counts = f"prompt {result.prompt_tokens} tokens ({result.cached_tokens} cached), new {len(result.token_ids)}"
         cut = "; cut inside <think>, no answer" if result.reasoning and not result.text else ""
         end = f"{result.finish_reason}{cut}, seed {seed}"
         print(f"{counts}, first token {ttft}, {speed}, {end}", file=sys.stderr)

@@ -23,7 +23,11 @@ SAMPLED = SamplingParams(max_tokens=12, ignore_eos=True, temperature=1.0, top_p=
 def assert_idle(llm: LLM) -> None:
     blocks = llm.scheduler.blocks
     assert not llm.has_work
-    assert (blocks.num_free_blocks, blocks.num_free_slots) == (blocks.num_blocks, blocks.num_slots)
+    blocks.check(())
+    assert (blocks.groups[0].num_available, blocks.slots.num_available) == (
+        blocks.num_blocks,
+        blocks.slots.size,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -247,6 +251,7 @@ class TestCancel:
     @pytest.mark.parametrize("steps", [0, 1, 3, 5], ids=["waiting", "chunk 1 of 3", "last chunk", "decode"])
     def test_one_last_delta_and_no_token_after_it(self, llm: LLM, steps: int) -> None:
         expected = llm.generate([PROMPTS[2], PROMPTS[0]], GREEDY)
+        llm.scheduler.blocks.reset_cache(())
         request_id, mate = llm.add_request(PROMPTS[2], GREEDY), llm.add_request(PROMPTS[0], GREEDY)
         for _ in range(steps):
             llm.step()

@@ -49,7 +49,7 @@ def test_the_plan_of_the_released_model() -> None:
 
 def test_a_cache_that_does_not_fit_is_refused_with_its_bytes() -> None:
     with pytest.raises(
-        ValueError, match=r"cache \(\d+ blocks, 16 slots\) needs [\d,]+ bytes, [\d,]+ are free"
+        ValueError, match=r"cache \(\d+ blocks, 48 slots\) needs [\d,]+ bytes, [\d,]+ are free"
     ):
         LLM(TINY, kv_tokens=1 << 50)
 

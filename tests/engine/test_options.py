@@ -16,8 +16,6 @@ TINY = Path(__file__).parents[1] / "data" / "bf16"
     [
         ({"dtype": "float16"}, ["dtype", "'float16'", "bfloat16, float32"]),
         ({"device": "tpu"}, ["device", "'tpu'", "cpu or cuda"]),
-        ({"block_size": 0}, ["block size", "0", "multiple of 16"]),
-        ({"block_size": 24}, ["block size", "24", "multiple of 16"]),
         ({"max_batched_tokens": 0}, ["max_batched_tokens", "0", "at least 1"]),
         ({"max_running_requests": -1}, ["max_running_requests", "-1", "at least 1"]),
         ({"kv_tokens": 0}, ["kv_tokens", "0", "at least 1"]),
@@ -32,6 +30,12 @@ def test_out_of_range(options: dict[str, Any], words: list[str]) -> None:
     with pytest.raises(ValueError) as refusal:
         EngineOptions(**options)
     assert all(word in str(refusal.value) for word in words)
+
+
+@pytest.mark.parametrize("size", [0, 24])
+def test_a_block_off_the_export_grid_is_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"block size is {size}, expected a multiple of 16"):
+        LLM(TINY, block_size=size)
 
 
 def test_an_unknown_option_is_refused_by_name() -> None:

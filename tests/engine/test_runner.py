@@ -20,8 +20,11 @@ def llm() -> LLM:
 
 def chunk(request_id: int, tokens: list[int], start: int = 0, *, samples: bool = True) -> ScheduledChunk:
     """A chunk of a request that owns the page and the slot of its number."""
-    new_blocks = (request_id,) if start == 0 else ()
-    return ScheduledChunk(request_id, tuple(tokens), start, new_blocks, request_id, samples)
+    return ScheduledChunk(
+        request_id=request_id, token_ids=tuple(tokens), start=start, write_from=0, admitted=start == 0,
+        new_blocks=((request_id,) if start == 0 else (),), recurrent_slot=request_id, restore_from=None,
+        exports=(), publishes=(), rolling=None, samples=samples, decodes=False, reason="",
+    )  # fmt: skip
 
 
 def test_only_sampling_chunks_get_tokens_each_from_its_last_row(llm: LLM) -> None:

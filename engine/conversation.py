@@ -1,0 +1,40 @@
+"""A conversation as a growing prompt: user turns and answers, in the checkpoint's template or as plain text.
+
+Each prompt begins with the whole of the one before and its answer, which is what a prefix cache lives on.
+"""
+
+from engine.output import Result
+from engine.text import TextError, Tokenizer
+
+
+class Conversation:
+    """`templated`: turns go through the chat template; else texts are joined as they are."""
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer | None,
+        *,
+        templated: bool,
+        system: str | None = None,
+        reasoning_effort: str | None = None,
+    ) -> None:
+        if tokenizer is None:
+            raise TextError("a conversation needs the model's tokenizer.json, and there is none")
+        self._tokenizer, self.templated, self._effort = tokenizer, templated, reasoning_effort
+        self._messages = [{"role": "system", "content": system}] if system is not None else []
+        self._text = ""
+
+    def ask(self, text: str) -> str:
+        """The prompt of the user's next turn."""
+        if not self.templated:
+            self._text += text
+            return self._text
+        self._messages.append({"role": "user", "content": text})
+        return self._tokenizer.chat(self._messages, reasoning_effort=self._effort)
+
+    def answered(self, result: Result) -> None:
+        """Append the answer to the history."""
+        answer, reasoning = result.text or "", result.reasoning
+        self._text += answer
+        message = {"role": "assistant", "content": answer}
+        self._messages.append(message if reasoning is None else message | {"reasoning_content": reasoning})

@@ -51,21 +51,24 @@ def one_of(*names: str) -> Convert:
     return convert
 
 
+def listed(convert: Convert, separator: str) -> Convert:
+    """An argument type: a list of another type."""
+    return lambda text: [convert(part.strip()) for part in text.split(separator)]
+
+
 def add_policy_arguments(parser: argparse.ArgumentParser, *, axes: bool = False) -> None:
-    """`--policy`, what overrides it, and budgets. `axes`: each of AXES takes a list, `--retain` one divided by `/`."""
+    """`--policy`, what overrides it, and budgets. `axes`: each of AXES takes a list, `--retain` one that `/` divides."""
     group = parser.add_argument_group("checkpoint policy (scheduler/checkpoint_policy.py)")
 
     def add(flag: str, convert: Convert, metavar: str, text: str, default: Any = None) -> None:
         separator = "/" if flag == "--retain" else ","
-
-        def several(given: str) -> list[Any]:
-            return [convert(part) for part in given.split(separator)]
-
         if axes:
-            convert, metavar, default = several, f"{metavar}{separator}..", [default]
+            convert, metavar = listed(convert, separator), f"{metavar}{separator}.."
+            default = None if flag == "--policy" else [default]
         group.add_argument(flag, type=convert, metavar=metavar, help=text, default=default)
 
-    add("--policy", one_of(*PRESETS), "NAME", f"preset: {', '.join(PRESETS)} (default: ours)", "ours")
+    presets = f"preset: {', '.join(PRESETS)} (default: {'all' if axes else 'ours'})"
+    add("--policy", one_of(*PRESETS), "NAME", presets, "ours")
     add("--retain", str, "LIST", "boundaries that deserve a slot, e.g. resend,junction; or none")
     add("--exports", one_of(*EXPORTS), "N", "states a forward may export: 0, 1, many")
     add("--chunk-ends", one_of(*CHUNK_ENDS), "WHERE", "a chunk may end inside a block: free; or not: floored")

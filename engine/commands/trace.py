@@ -170,7 +170,9 @@ def table(document: dict[str, Any], waits: Sequence[Mapping[int, str]]) -> str:
         lines += [f"{step['step']:>5} {_chunk_line(chunk)}" for chunk in step["chunks"]]
         for reason in dict.fromkeys(waiting.values()):
             who = ", ".join(str(request) for request, why in waiting.items() if why == reason)
-            lines.append(f"{step['step']:>5} {who:>7} {reason} ({step['unused']:,} tokens of the step unused)")
+            lines.append(
+                f"{step['step']:>5} {who:>7} {reason} ({step['unused']:,} tokens of the step unused)"
+            )
     requests = [_request_line(number, request) for number, request in enumerate(document["requests"])]
     return "\n".join([*lines, "", *requests])
 

@@ -1,8 +1,9 @@
 """The scheduler's half of `bench`: what plans, commits and lookups cost, as contexts and cache grow tenfold twice.
 
-Policy `ours`, with a drafter (two attention groups and companions), budget 4096. At every scale the cache holds one long
-prompt and the contexts of 256 requests that decode, each a token longer than the one before, so that in every step
-some cross a block. Readings are CPU seconds of this process, which other work on the machine disturbs least; medians are printed.
+Policy `ours`, with a drafter (two attention groups and companions), budget 4096. At every scale the cache holds one
+long prompt and the contexts of 256 requests that decode, each a token longer than the one before, so that in every
+step some cross a block. Readings are CPU seconds of this process, which other work on the machine disturbs least;
+medians are printed.
 """
 
 import argparse

@@ -57,7 +57,7 @@ def listed(convert: Convert, separator: str) -> Convert:
 
 
 def add_policy_arguments(parser: argparse.ArgumentParser, *, axes: bool = False) -> None:
-    """`--policy`, what overrides it, and budgets. `axes`: each of AXES takes a list, `--retain` one that `/` divides."""
+    """`--policy`, what overrides it, and budgets. `axes`: those of AXES take lists (`--retain` divides by `/`)."""
     group = parser.add_argument_group("checkpoint policy (scheduler/checkpoint_policy.py)")
 
     def add(flag: str, convert: Convert, metavar: str, text: str, default: Any = None) -> None:

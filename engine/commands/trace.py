@@ -190,7 +190,7 @@ def _chunk_line(chunk: Mapping[str, Any]) -> str:
 def _request_line(number: int, request: Mapping[str, Any]) -> str:
     found = f" (newest: {_list(request['published'][-3:])})" if request["published"] else ""
     return (
-        f"request {number}: {request['prompt']:,} tokens in {request['forwards']} forwards, {request['cached']:,} cached;"
+        f"request {number}: {request['prompt']:,} tokens, {request['cached']:,} cached, {request['forwards']} forwards;"
         f" holds {request['checkpoints_held']} checkpoints{found}; a resend hits {request['resend_hit']:,},"
         f" a longer prompt {request['extend_hit']:,}"
     )

@@ -1,4 +1,4 @@
-"""What the documents show is what the commands print: every output, figure and picture of the walk-through is made again."""
+"""What the documents show is what the commands print: every output, figure and picture is made again."""
 
 import re
 import shlex

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from engine.llm import EMBEDDED_MODEL, LLM
-from scheduler.workloads import WORKLOADS
+from scheduler.simulation import RequestTrace, Simulation
+from scheduler.workloads import WORKLOADS, Workload
 from tests.cli.test_bad_input import assert_refused
 from tests.command import run_cli
 
@@ -117,12 +118,21 @@ class TestAxes:
         assert (without["recomputed_tokens"], without["lost_to_drop"]) == (64, 0)
 
 
-def test_tokens_run_again_after_a_preemption_are_counted(capsys: Capture) -> None:
-    """Two prompts at once in pages for less than two, without a cache: the younger starts over."""
-    limits = ("--kv-tokens", 9216 + 64, "--policy", "none", "--workloads", "shared-at-once")
-    (row,) = rows(capsys, *limits)
-    assert row["preemptions"] > 0
-    assert row["rerun_after_preemption"] == row["recomputed_tokens"] - row["prompt_tokens"] > 0
+def test_tokens_run_again_after_a_preemption_are_counted(
+    capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two answers that outgrow the pages for less than both: without a cache the younger request starts over."""
+
+    def outgrow(simulation: Simulation) -> tuple[list[RequestTrace], list[RequestTrace]]:
+        both = [simulation.request(range(start, start + 640), new_tokens=200) for start in (0, 1000)]
+        traces, _ = simulation.run(both)
+        return traces, traces
+
+    monkeypatch.setitem(WORKLOADS, "outgrow", Workload("outgrow", outgrow, kv_tokens=1536))
+    (row,) = rows(capsys, "--policy", "none", "--workloads", "outgrow")
+    assert row["preemptions"] == 1
+    # 1,536 tokens are full when both have 768: the younger has run its prompt and 128 more.
+    assert row["rerun_after_preemption"] == row["recomputed_tokens"] - 1280 == 768
 
 
 def test_markdown_has_a_row_per_cell_and_names_columns_of_zeros(capsys: Capture) -> None:
@@ -148,16 +158,16 @@ class TestRun:
         monkeypatch.setattr("engine.commands.ablate_run.NEXT_TOKENS", 24)
 
     def test_figures_and_seconds(self, capsys: Capture) -> None:
-        """320 tokens at block 32, no drafter: resend looks at 288; the answer's states reach 352 under `ours`."""
-        found = rows(capsys, "--run", "--prompt-tokens", 320, "--rounds", 2, "--block-size", 32)
+        """96 tokens at block 32, no drafter: a resend looks at 64; tokens are verified to 135, so a turn finds 128."""
+        found = rows(capsys, "--run", "--prompt-tokens", 96, "--rounds", 2, "--block-size", 32)
         figures = {(row["policy"], row["workload"]): row["recomputed_tokens"] for row in found}
         assert figures == {
             (policy, workload): recomputed
             for policy, by_workload in {
-                "generic": (320, 320, 32),
-                "seed": (320, 320, 32),
-                "vllm-0.33": (320, 32, 96),
-                "ours": (320, 32, 32),
+                "generic": (96, 96, 32),
+                "seed": (96, 96, 32),
+                "vllm-0.33": (96, 32, 96),
+                "ours": (96, 32, 32),
             }.items()
             for workload, recomputed in zip(("cold", "resend", "next turn"), by_workload, strict=True)
         }

@@ -108,7 +108,7 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {"model": str(args.model), "machine": machine(args.threads)}
     report |= {"rounds": args.repeat, "load_s": median(load_s)}
     for title, (num_tokens, measure) in quantities.items():
-        shape, dice = (args.repeat + 1, num_tokens), torch.Generator().manual_seed(0)
+        shape, dice = (args.repeat + 1, num_tokens), torch.Generator().manual_seed(num_tokens)
         prompts = torch.randint(ours.llm.config.vocab_size, shape, generator=dice).tolist()
         report[title] = compare(sides, prompts, measure)
     print(json.dumps(report, indent=1) if args.json else table(report))
@@ -153,7 +153,11 @@ def write_bf16(source: Path, target: Path) -> None:
     tree = load_weights(source, config, linear_dtype=bf16, device=torch.device("cpu"), with_mtp=False)
     tensors = {}
     for spec in parameter_specs(config, with_mtp=False):
-        tensor = tree.linear(spec.stem).expand(bf16) if spec.kind == "linear" else tree.tensor(spec.name)
+        tensor = (
+            tree.linear(spec.stem).expand(bf16).contiguous()
+            if spec.kind == "linear"
+            else tree.tensor(spec.name)
+        )
         prefix = "" if spec.stem == "lm_head" else "model.language_model."
         tensors[prefix + spec.name] = tensor
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})

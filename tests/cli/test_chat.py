@@ -225,17 +225,19 @@ class TestTurns:
         assert_refused(outcome, ["--random-weights takes --prompt-ids only"])
 
 
-POLICY_OPTIONS = [
-    *(("--policy", name) for name in ("generic", "seed", "vllm-0.33", "ours", "none")),
-    ("--retain", "resend,extend"), ("--retain", "none"), ("--exports", "0"), ("--exports", "1"), ("--exports", "many"),
-    ("--chunk-ends", "floored"), ("--chunk-ends", "free"), *(("--draft-filing", f) for f in ("token", "drop", "key")),
-    ("--draft-filing", "tag"), ("--draft-filing", "off"), ("--mixed-prefill-tokens", "0"), ("--no-prefix-cache",),
-    ("--checkpoint-slots", "0"), ("--kv-tokens", "256"), ("--state-dtype", "bfloat16"), ("--max-batched-tokens", "20"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize("option", POLICY_OPTIONS, ids=" ".join)
-def test_generate_takes_every_policy_option(capsys: Capture, option: tuple[str, ...]) -> None:
-    outcome = run_cli(capsys, "generate", FIRST, *SHORT, "--json", *option)
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--policy generic --exports 0 --draft-filing drop --kv-tokens 256 --max-batched-tokens 20",
+        "--policy seed --exports 1 --draft-filing off --state-dtype bfloat16",
+        "--policy vllm-0.33 --exports many --draft-filing key --checkpoint-slots 0",
+        "--policy ours --retain resend,extend --chunk-ends floored --draft-filing tag --mixed-prefill-tokens 0",
+        "--policy ours --retain none --chunk-ends free --draft-filing token",
+        "--policy none",
+        "--no-prefix-cache",
+    ],
+)
+def test_generate_takes_every_policy_option(capsys: Capture, options: str) -> None:
+    outcome = run_cli(capsys, "generate", FIRST, *SHORT, "--json", *options.split())
     assert outcome.code == 0, outcome.err
     assert len(outcome.document["results"][0]["token_ids"]) == 8

@@ -7,7 +7,7 @@ checkpoints, pages and preemptions of the whole workload. Tokens count as *recom
 * `regret`: recomputed tokens over those of an offline optimum that keeps every state on a 16-token grid.
 * `lost_to_drop`, `lost_to_missing_state`: tokens whose attention pages matched and which were run all the same. (A
   match of one block, which the drop takes whole, is not seen.)
-* `unused_tokens`: budget left over by steps that left a prefill unfinished.
+* `unused_tokens`: budget left over by steps after which a prompt is unfinished.
 * megabytes: checkpoints of GLM-5.3-Flash on one of four GPUs, per 100,000 tokens of cached prefix.
 """
 
@@ -27,7 +27,6 @@ from engine.commands.policy_options import (
 )
 from scheduler.checkpoint_policy import PRESETS, Capability, Policy
 from scheduler.plan import StepPlan
-from scheduler.scheduler import decodes
 from scheduler.simulation import RequestTrace, Simulation
 from scheduler.workloads import WORKLOADS, Workload, optimum
 
@@ -97,13 +96,14 @@ def named_workloads(text: str | None) -> list[Workload]:
 
 
 class Recorder(Simulation):
-    """A simulation that sums up what its steps left unused while a prefill was unfinished."""
+    """A simulation that sums up what its steps left unused while a prompt was unfinished."""
 
     unused_tokens = 0
 
     def step(self, traces: dict[int, RequestTrace]) -> StepPlan:
         plan = super().step(traces)
-        if any(not decodes(request) for request in (*self.scheduler.waiting, *self.scheduler.running)):
+        requests = (*self.scheduler.waiting, *self.scheduler.running)
+        if any(request.num_computed_tokens < len(request.prompt) for request in requests):
             self.unused_tokens += plan.unused_tokens
         return plan
 

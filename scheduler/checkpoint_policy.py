@@ -1,16 +1,15 @@
 """When a recurrent state is kept, exported, published and reused, under chunked prefill with speculation.
 
 **The problem.** A prefix cache for attention is easy: if tokens 0..m-1 are cached, so is every shorter prefix. A KDA
-layer instead carries one matrix, overwritten token by token. `state@m`, the state after exactly m tokens, says nothing
-about any other position, so m tokens can be reused only if somebody kept `state@m`: a *checkpoint*. One weighs as much
-as about 5,500 tokens of FP8 attention cache, so checkpoints are kept at few positions, all of them *boundaries*:
-multiples of the block size B. floor(x) is the largest boundary not above x.
+layer instead carries one matrix, overwritten token by token: m tokens can be reused only if somebody kept `state@m`,
+the state after exactly m tokens, as a *checkpoint*. One weighs as much as about 5,500 tokens of FP8 attention cache, so
+few are kept, all at *boundaries*, multiples of the block size B. floor(x) is the largest boundary not above x.
 
 **Words.** P is the prompt's length, N the number of known tokens (more than P when a preempted request replays its
 output); prefill ends at `finish` = max(P, N - 1). A forward runs a *chunk*, tokens start .. end - 1, and leaves the
-state at its end; a kernel that can *export* also hands out states at boundaries strictly inside. A checkpoint is
-*published* when other requests may find it, from its forward's commit on. It is *rolling* when it is private, replaced
-by the next one, and published only if its request leaves (finished, preempted or cancelled).
+state at its end; a kernel that can *export* also hands out states inside. A checkpoint is *published* when other
+requests may find it, from its forward's commit on; *rolling* when it is private, replaced by the next one, and
+published only if its request leaves (finished, preempted or cancelled).
 
 **A policy is three values.** *Retention*: which boundaries above 0 deserve a slot.
 
@@ -25,27 +24,25 @@ by the next one, and published only if its request leaves (finished, preempted o
 | `crossed`, `all` | floor(end) of every prefill chunk; every boundary | published |
 
 *Capability*: how many states a forward exports (0, 1, many; each a multiple of 16 from the chunk's start), and whether
-a chunk that does not finish prefill may end inside a block (*free* ends, else *floored*). The kernel reports it, and a
-preset may use less.
+a chunk that does not finish prefill may end inside a block (*free* ends, else *floored*). A preset may use less.
 
 *Filing* of draft rows. The draft layer pairs the hidden state of token p-1 with token p. Filed under the token
 (`token`), a row depends on no token above its own slot: *what is cached under a key is a function of the tokens the key
 covers*. That is the law, and why draft rows stand in the way of no hit. Filed under the hidden state's position, a
-block's last row depends on a token outside and needs a guard: `drop` (a lookup gives up its last matching block:
-dropped = B), `key` (keys cover one more token: ahead = 1), `tag` (draft pages record that token: ahead = 1) or `off`
-(none, to measure the cost). Else, and for every filing if there is no drafter, dropped = ahead = 0.
+block's last row depends on a token outside: a lookup gives up its last matching block (`drop`: dropped = B), keys cover
+one token more (`key`: ahead = 1), draft pages record that token (`tag`: ahead = 1), or nothing is done (`off`, to
+measure the cost). Else, and always without a drafter, dropped = ahead = 0.
 
 **Where does a chunk end?** As far as the budget reaches, N at most; then, in this order:
-
-1. If that is short of `finish`, the end (not the length) is rounded down to a multiple of the unit: B for floored ends,
-   16 for free ones (1 if nothing is retained). If no token remains, the request waits for a step with more room; but if
-   the unit is wider than any step, the end is left as it was, and the block is crossed in pieces.
+1. Short of `finish`, the end (not the length) is rounded down to a multiple of the unit: B for floored ends, 16 for
+   free ones (1 if nothing is retained). If no token remains, the request waits for a step with more room; but if the
+   unit is wider than any step, the end is left as it was, and the block is crossed in pieces.
 2. If ends are floored and the chunk starts inside a block, it ends at the next boundary at the latest.
 3. The lowest retained boundary inside that cannot be exported becomes the end. It costs a forward.
 
-**What becomes of the states?** All retained boundaries inside are exported; the end's state is there anyway. At commit
-each becomes what the table says; published, if both. In a replay public presets export or end at the `resend` of N but
-publish that of P: an export may become neither, and is freed.
+**What becomes of the states?** All retained boundaries strictly inside are exported; the end's state is there anyway.
+At commit each becomes what the table says; published, if both. In a replay public presets export or end at the `resend`
+of N but publish that of P: an export may become neither, and is freed.
 
 **What may a lookup skip?** If A of a request's n tokens match pages, `attention_to` = floor(min(n - 1, A)) - dropped,
 and `state_at` is the deepest checkpoint not above it, else 0. The request continues as after a chunk that ended at
@@ -62,9 +59,9 @@ and `state_at` is the deepest checkpoint not above it, else 0. The request conti
 | `none` | 64 | free | none | nothing | nothing | 0 |
 
 `vllm-0.33` exports only in the chunk that finishes, and no junction: it ends a chunk. `seed` is `generic` on a kernel
-without export or with a drafter that declares nothing. P = 32,320 and budget 4,096: seven chunks of 4,096 reach 28,672.
-`generic` stops at 31,744 = F - 512, where a resend looks, and needs a ninth forward. `seed` runs to the end, exporting
-32,256; a resend may not use it and hits 28,672. Under `ours` it hits 32,256, exported on the way to 32,320 = F.
+without export or with a drafter that declares nothing. P = 32,320, budget 4,096: seven chunks of 4,096 reach 28,672.
+`generic` stops at 31,744 = F - 512, where a resend looks, and needs a ninth forward. `seed` runs to the end and exports
+32,256, which a resend may not use: it hits 28,672. `ours` exports 32,256 on the way to 32,320, and a resend hits it.
 P = 5,000, B 2,304, budget 1,024: floored chunks end at 1,024, 2,048, 2,304, 3,328, 4,352, 4,608 and 5,000.
 """
 
@@ -76,8 +73,7 @@ Retention = Literal["resend", "extend", "junction", "progress", "decode", "chunk
 Filing = Literal["token", "drop", "key", "tag", "off"]
 
 MANY = 1 << 30  # exports of a kernel without a limit
-# The architecture whose draft layer keeps attention-only state of its own, pointwise in (hidden, token).
-DECLARED_DRAFT_ARCHITECTURE = "Glm5NextMTPModel"
+DECLARED_DRAFT_ARCHITECTURE = "Glm5NextMTPModel"  # its rows are made from (hidden, token) alone
 
 
 @dataclass(frozen=True)
@@ -117,8 +113,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Reuse:
-    """What a lookup may skip: computing restarts at `state_at`; cached attention is valid to `attention_to`, so the
-    tokens between are run against shared pages and write none of them."""
+    """What a lookup found: computing restarts at `state_at`, cached attention is valid to `attention_to` tokens."""
 
     state_at: int
     attention_to: int
@@ -134,10 +129,8 @@ class Policy:
     capability: Capability
     filing: Filing
     drafting: bool = True
-    # Release 0.33 of vLLM exports only in the chunk that finishes, and no junction.
-    export_at_finish_only: bool = False
-    # Public schedulers stop for the known tokens, which a replay makes more than the prompt.
-    stop_from_known: bool = False
+    export_at_finish_only: bool = False  # vLLM 0.33: in the chunk that finishes prefill, and no junction
+    stop_from_known: bool = False  # public schedulers stop for N, which a replay makes more than P
 
     @property
     def dropped(self) -> int:
@@ -156,12 +149,9 @@ class Policy:
     def chunk(
         self, start: int, room: int, request: Prefill, largest: int, denied: Collection[int] = ()
     ) -> Chunk:
-        """The next forward of a request that has computed `start` tokens.
-
-        `room`: tokens left for it in this step. `largest`: the most any step could give it, so that waiting
-        helps if and only if `room` < `largest`. `denied`: boundaries for which no slot is free. `end` == `start`
-        means: wait for a step with more room.
-        """
+        """The next forward of a request that has computed `start` tokens; it has to wait if `end` == `start`.
+        `room`: tokens left for it in this step. `largest`: the most any step could give it; waiting helps if and only
+        if `room` is less. `denied`: boundaries for which no slot is free."""
         if start >= request.finish:
             # States of a sampling step come from its verification: see decode_boundary.
             return Chunk(start + min(room, request.known - start), reason="decode")
@@ -173,8 +163,7 @@ class Policy:
             if m < end and (obstacle := self._obstacle(m, rank, start, end, request)):
                 end, reason = m, f"stopped at {m:,}: retained, {obstacle}"
         exports = tuple(m for m in wanted if m < end)
-        if exports and end >= request.finish:
-            reason = "tail joined"
+        reason = "tail joined" if exports and end >= request.finish else reason
         written = {*exports, end}.difference(denied)
         publishes = written & self._retained(start, end, request, published=True)
         rolling = self._rolling(end, request)
@@ -194,9 +183,8 @@ class Policy:
         following = self.floor(start) + self.block_size
         if not self.capability.free_chunk_ends and start % self.block_size and following < end:
             end, reason = following, "re-aligned to the block"
-        if end <= start:
-            end, reason = start, f"waits: {room} tokens are less than one step of {unit}"
-        return end, reason
+        wait = f"waits: {room} tokens are less than one step of {unit}"
+        return (end, reason) if end > start else (start, wait)
 
     def _retained(self, start: int, end: int, request: Prefill, *, published: bool = False) -> set[int]:
         """Boundaries in (start, end] that the chunk must export or end at, or those that others may find after it."""
@@ -238,13 +226,11 @@ class Policy:
         return Reuse(next((m for m in states if m <= attention_to), 0), attention_to)
 
     def publishable(self, verified: int, known: int) -> int:
-        """How many tokens' worth of full blocks may be published: verified, and the token their key or tag needs
-        is known."""
+        """Tokens whose full blocks may be published: verified, and the token that their key or tag needs is known."""
         return self.floor(min(verified, known - self.ahead))
 
     def decode_boundary(self, start: int, verified: int) -> tuple[int | None, bool]:
-        """The newest boundary that verified tokens crossed in a decode step, if it is kept, and whether it is
-        published at once (else it is rolling)."""
+        """The newest boundary crossed by a decode step, if it is kept, and whether it is published at once."""
         boundary = self.floor(verified)
         at_once = bool({"chunk-ends", "all"} & self.retain)
         kept = boundary > start and (at_once or "decode" in self.retain)
@@ -261,16 +247,15 @@ def _public(name: str, exports: int, filing: Filing, *retain: Retention) -> Poli
     return Policy(name, 512, frozenset(retain), floored, filing, stop_from_known=True)
 
 
-POLICIES = (
+_OURS: frozenset[Retention] = frozenset({"resend", "extend", "junction", "progress", "decode"})
+_POLICIES = (
     _public("generic", 0, "drop", "chunk-ends"),
     _public("seed", 1, "drop", "chunk-ends", "crossed"),
     replace(_public("vllm-0.33", 1, "key", "resend", "junction"), export_at_finish_only=True),
-    Policy(
-        "ours", 64, frozenset({"resend", "extend", "junction", "progress", "decode"}), Capability(), "token"
-    ),
+    Policy("ours", 64, _OURS, Capability(), "token"),
     Policy("none", 64, frozenset(), Capability(), "off"),
 )
-PRESETS: Mapping[str, Policy] = {policy.name: policy for policy in POLICIES}
+PRESETS: Mapping[str, Policy] = {policy.name: policy for policy in _POLICIES}
 
 
 def make_policy(
@@ -282,11 +267,9 @@ def make_policy(
     retain: Iterable[str] | None = None,
     filing: str | None = None,
 ) -> Policy:
-    """A preset under a kernel's capability, which masks the preset's wishes, and a drafter (None: there is none).
-
-    A drafter that does not declare independent, attention-only draft state, or a kernel without export, turns `seed`
-    into `generic`; that drafter may not use `token` filing. `retain` may be `none` alone. ValueError on unknown names.
-    """
+    """A preset under a kernel's capability, which masks the preset's wishes, and a drafter (None: there is none). A
+    drafter that does not declare independent, attention-only draft state, or a kernel without export, turns `seed` into
+    `generic`; that drafter may not use `token` filing. `retain` may be `none` alone. ValueError on unknown names."""
     declared = draft_architecture in (None, DECLARED_DRAFT_ARCHITECTURE)
     base = PRESETS[_known(preset, PRESETS, "policy")]
     if preset == "seed" and not (declared and capability.exports):

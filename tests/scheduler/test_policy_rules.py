@@ -207,7 +207,28 @@ def test_public_presets_take_the_resend_stop_from_the_known_tokens(preset: str, 
 
 def test_a_stop_off_the_export_grid_is_explained() -> None:
     chunk = build("ours").chunk(28_700, 4096, Prefill(32_320, 32_320), 4096)
-    assert chunk.reason.startswith("stopped at 32,256: retained") and "many" in chunk.reason
+    assert chunk.reason == "stopped at 32,256: retained, no multiple of 16 from the chunk's start"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "obstacle"),
+    [(4700, "exports no junction"), (9000, "exports only in the chunk that finishes")],
+)
+def test_a_stop_that_release_033_could_export_is_explained(prompt: int, obstacle: str) -> None:
+    chunk = build("vllm-0.33").chunk(2048, 4096, Prefill(prompt, prompt, (3072,)), 4096)
+    assert chunk.reason == f"stopped at 3,072: retained, {obstacle}"
+
+
+def test_the_second_boundary_is_one_export_too_many() -> None:
+    policy = build("ours", capability=Capability(exports=1))
+    chunk = policy.chunk(28_672, 4096, Prefill(32_320, 32_320, (30_016,)), 4096)
+    assert chunk.reason == "stopped at 32,256: retained, kernel exports 1"
+
+
+def test_retention_none_stands_alone() -> None:
+    assert build("generic", retain=["none"]).retain == frozenset()
+    with pytest.raises(ValueError, match="retention is 'none', expected one of resend"):
+        build("ours", retain=["resend", "none"])
 
 
 @pytest.mark.parametrize(("room", "end"), [(1200, 1200), (1199, 1199), (1198, 1024)])

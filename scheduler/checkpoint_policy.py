@@ -24,7 +24,7 @@ published only if its request leaves (finished, preempted or cancelled).
 | `crossed`, `all` | floor(end) of every prefill chunk; every boundary | published |
 
 *Capability*: how many states a forward exports (0, 1, many; each a multiple of 16 from the chunk's start), and whether
-a chunk that does not finish prefill may end inside a block (*free* ends, else *floored*). A preset may use less.
+a chunk that does not finish prefill may end inside a block (*free* ends, else *floored*). A preset may use less of it.
 
 *Filing* of draft rows. The draft layer pairs the hidden state of token p-1 with token p. Filed under the token
 (`token`), a row depends on no token above its own slot: *what is cached under a key is a function of the tokens the key
@@ -36,9 +36,9 @@ measure the cost). Else, and always without a drafter, dropped = ahead = 0.
 **Where does a chunk end?** As far as the budget reaches, N at most; then, in this order:
 1. Short of `finish`, the end (not the length) is rounded down to a multiple of the unit: B for floored ends, 16 for
    free ones (1 if nothing is retained). If no token remains, the request waits for a step with more room; but if the
-   unit is wider than any step, the end is left as it was, and the block is crossed in pieces.
+   unit is wider than the whole budget, the end stays as it was, and the block is crossed in pieces.
 2. If ends are floored and the chunk starts inside a block, it ends at the next boundary at the latest.
-3. The lowest retained boundary inside that cannot be exported becomes the end. It costs a forward.
+3. The lowest retained boundary inside that cannot be exported becomes the end. It costs a forward. (One without a slot is struck first.)
 
 **What becomes of the states?** All retained boundaries strictly inside are exported; the end's state is there anyway.
 At commit each becomes what the table says; published, if both. In a replay public presets export or end at the `resend`
@@ -52,8 +52,8 @@ and `state_at` is the deepest checkpoint not above it, else 0. The request conti
 
 | preset | B | ends | stops inside | exports, if inside | publishes | a resend hits |
 |---|---|---|---|---|---|---|
-| `generic` | 512 | floored | F - B | nothing | ends on boundaries | the deepest of these not above R - B |
-| `seed` | 512 | floored | none | F | ends on boundaries, F | the deepest of these not above R - B |
+| `generic` | 512 | floored | F - B | nothing | all ends on boundaries | the deepest of these not above R - B |
+| `seed` | 512 | floored | none | F | all ends on boundaries, F | the deepest of these not above R - B |
 | `vllm-0.33` | 512 | floored | none | R | R | R |
 | `ours` | 64 | free | none | R, F, floor(end) | R, F; floor(end) is rolling | R |
 | `none` | 64 | free | none | nothing | nothing | 0 |
@@ -101,8 +101,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The policy's answer for one forward: its end, the positions it exports, and which of the states at `exports` and
-    `end` are published or rolling. `reason` is why it ends there."""
+    """One forward: its end and why it ends there, what it exports, and which states become published or rolling."""
 
     end: int
     exports: tuple[int, ...] = ()

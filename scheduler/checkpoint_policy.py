@@ -24,7 +24,7 @@ published only if its request leaves (finished, preempted or cancelled).
 | `crossed`, `all` | floor(end) of every prefill chunk; every boundary | published |
 
 *Capability*: how many states a forward exports (0, 1, many; each a multiple of 16 from the chunk's start), and whether
-a chunk that does not finish prefill may end inside a block (*free* ends, else *floored*). A preset may use less of it.
+a chunk that does not finish prefill may end inside a block (*free* ends, else *floored*). A preset may use less.
 
 *Filing* of draft rows. The draft layer pairs the hidden state of token p-1 with token p. Filed under the token
 (`token`), a row depends on no token above its own slot: *what is cached under a key is a function of the tokens the key
@@ -38,7 +38,7 @@ measure the cost). Else, and always without a drafter, dropped = ahead = 0.
    free ones (1 if nothing is retained). If no token remains, the request waits for a step with more room; but if the
    unit is wider than the whole budget, the end stays as it was, and the block is crossed in pieces.
 2. If ends are floored and the chunk starts inside a block, it ends at the next boundary at the latest.
-3. The lowest retained boundary inside that cannot be exported becomes the end. It costs a forward. (One without a slot is struck first.)
+3. The lowest retained boundary inside that cannot be exported becomes the end. It costs a forward.
 
 **What becomes of the states?** All retained boundaries strictly inside are exported; the end's state is there anyway.
 At commit each becomes what the table says; published, if both. In a replay public presets export or end at the `resend`

@@ -187,8 +187,11 @@ def test_a_share_below_the_block_starves_nobody(preset: str, largest: int) -> No
 )
 def test_public_presets_take_the_resend_stop_from_the_known_tokens(preset: str, stop: int) -> None:
     policy = build(preset, block=64, retain=["resend"], filing="drop")
-    assert policy.fixed_points(Prefill(600, 650), stop=True) == {stop}
-    assert policy.fixed_points(Prefill(600, 650)) == {512}
+    chunk = policy.chunk(0, 4096, Prefill(600, 650), 4096)
+    assert {*chunk.exports, chunk.end} - {650} == {stop}
+    assert chunk.publishes == (() if stop == 576 else (512,)), (
+        "published is what a resend of the prompt looks for"
+    )
 
 
 @pytest.mark.parametrize(("room", "end"), [(1200, 1200), (1199, 1199), (1198, 1024)])

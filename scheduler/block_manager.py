@@ -200,7 +200,10 @@ class BlockManager:
             assert request.write_from <= self.block_size * min(map(len, request.tables))
 
     def _publish_pages(self, request: Request) -> None:
-        if not self.policy.retain:
+        if (
+            request.num_computed_tokens // self.block_size <= request.num_published_blocks
+            or not self.policy.retain
+        ):
             return
         verified = self.policy.publishable(request.num_computed_tokens, request.num_known_tokens)
         first, last = request.num_published_blocks, verified // self.block_size

@@ -87,12 +87,16 @@ class Scheduler:
         """The next step."""
         self._chunks, self._waits = {}, {}
         preemptions = self.num_preemptions
-        for request in [r for r in self.running if decodes(r)]:
-            if request.status == "running" and len(self._chunks) < self.max_batched_tokens:
-                self._place(request, 1, 1)
+        prefills: list[Request] = []
+        decoding: list[Request] = []
+        for request in self.running:
+            (decoding if decodes(request) else prefills).append(request)
+        for request in decoding[: self.max_batched_tokens]:
+            if request.status == "running":
+                self._place_decode(request)
         rows = len(self._chunks)
         left = largest = self._prefill_tokens(rows)
-        for request in [r for r in self.running if not decodes(r)]:
+        for request in prefills:
             if left and request.status == "running":
                 left -= self._place(request, *self._shares(left, largest, rows))
         while left and self.waiting and self.num_preemptions == preemptions:
@@ -128,6 +132,13 @@ class Scheduler:
                 self._waits.setdefault(request.request_id, "waits: no tokens left in this step")
         for request in islice(self.waiting, 1, None):
             self._waits.setdefault(request.request_id, f"waits behind request {self.waiting[0].request_id}")
+
+    def _place_decode(self, request: Request) -> None:
+        start, size = request.num_computed_tokens, self.blocks.block_size
+        if 0 < start % size < size - 1:  # inside a block neither a page nor a slot is needed
+            self._take(request, Chunk(start + 1, reason="decode"))
+        else:
+            self._place(request, 1, 1)
 
     def _place(self, request: Request, room: int, largest: int) -> int:
         """Plan a running request's chunk and take what it needs; its tokens, 0 if it has to wait."""
@@ -175,7 +186,7 @@ class Scheduler:
 
     def _take(self, request: Request, chunk: Chunk, admitted: bool = False) -> None:
         """Take the pages and slots that were counted, and make the chunk part of the step."""
-        start = request.num_computed_tokens
+        start, known = request.num_computed_tokens, request.num_known_tokens
         added = self.blocks.grow(request, chunk.end)
         for position in states_of(chunk):
             self.blocks.reserve_checkpoint(request, position)
@@ -193,8 +204,8 @@ class Scheduler:
             exports=tuple([(reserved.position, reserved.slot) for reserved in request.reserved]),
             publishes=chunk.publishes,
             rolling=chunk.rolling,
-            samples=chunk.end == request.num_known_tokens and request.max_tokens > 0,
-            decodes=decodes(request),
+            samples=chunk.end == known and request.max_tokens > 0,
+            decodes=start >= prefill_end(request),
             reason=chunk.reason,
             targets=request.tokens(start + 1, chunk.end + 1) if request.score_prompt else (),
         )
@@ -300,7 +311,7 @@ class Scheduler:
 
 def prefill_end(request: Request) -> int:
     """Where prefill ends, replayed output included."""
-    return max(len(request.prompt), request.num_known_tokens - 1)
+    return len(request.prompt) + max(len(request.output) - 1, 0)
 
 
 def decodes(request: Request) -> bool:

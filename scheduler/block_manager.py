@@ -13,7 +13,7 @@ What to keep, and how far a hit reaches, is the policy's decision, never this fi
 
 from collections.abc import Iterable, Iterator
 
-from scheduler.checkpoint_policy import Policy, Prefill, Reuse
+from scheduler.checkpoint_policy import Policy, Reuse
 from scheduler.keys import KeyChain
 from scheduler.pool import Pool
 from scheduler.request import Checkpoint, Request
@@ -53,10 +53,10 @@ class BlockManager:
 
     def _num_tags_matched(self, request: Request, keys: KeyChain, matched: int) -> int:
         """Filing `tag`: the blocks before the first whose last draft row was made with another token than ours."""
-        for position in range(self.block_size, matched * self.block_size + 1, self.block_size):
-            page = self.groups[-1].find(keys.at(position))
-            if self._tags.get(page) != request.token(position):
-                return position // self.block_size - 1
+        pages = map(self.groups[-1].find, keys.between(0, matched * self.block_size))
+        for block, page in enumerate(pages):
+            if self._tags.get(page) != request.token((block + 1) * self.block_size):
+                return block
         return matched
 
     def _states(self, keys: KeyChain, matched: int) -> Iterator[int]:
@@ -111,7 +111,7 @@ class BlockManager:
         request.num_computed_tokens = max(reuse.state_at, request.num_external_tokens)
         request.write_from = reuse.attention_to
         request.num_published_blocks = reuse.attention_to // self.block_size
-        request.junctions = junctions(reuse)
+        request.junctions = junctions_of(reuse)
         return True
 
     def grow(self, request: Request, end: int) -> list[list[int]] | None:
@@ -220,8 +220,7 @@ class BlockManager:
     def _hands_over(self, request: Request) -> bool:
         """Whether the running state itself is the newest checkpoint that retention promises when a request leaves."""
         position = request.num_computed_tokens
-        in_prefill = position < Prefill(len(request.prompt), request.num_known_tokens).finish
-        promised = ("progress" if in_prefill else "decode") in self.policy.retain
+        promised = ("decode" if request.decodes else "progress") in self.policy.retain
         if not promised or not position or not self._key_known(request, position):
             return False
         return not self._complete(self._keys(request).at(position))
@@ -256,7 +255,7 @@ class BlockManager:
         return request.keys
 
 
-def junctions(reuse: Reuse) -> tuple[int, ...]:
+def junctions_of(reuse: Reuse) -> tuple[int, ...]:
     """Where a lookup found pages and no state: somebody shared the prompt that far."""
     return (reuse.attention_to,) if reuse.attention_to > reuse.state_at else ()
 

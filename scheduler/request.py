@@ -56,6 +56,16 @@ class Request:
         """Most tokens the request can reach."""
         return len(self.prompt) + self.max_tokens
 
+    @property
+    def prefill_end(self) -> int:
+        """Where prefill ends, replayed output included."""
+        return len(self.prompt) + max(len(self.output) - 1, 0)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every known token but the last is computed, so that the next row samples."""
+        return self.num_computed_tokens >= self.prefill_end
+
     def token(self, position: int) -> int:
         """The known token at a position."""
         split = len(self.prompt)

@@ -10,12 +10,12 @@ what their own step has yet to write.
 """
 
 from collections import deque
-from collections.abc import Container
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import islice
 
-from scheduler.block_manager import BlockManager, junctions
+from scheduler.block_manager import BlockManager, junctions_of
 from scheduler.checkpoint_policy import Chunk, Prefill, Reuse
+from scheduler.fitting import fitted_chunk, states_of
 from scheduler.plan import ScheduledChunk, StepPlan, StepResult
 from scheduler.request import FinishReason, Request
 
@@ -87,10 +87,8 @@ class Scheduler:
         """The next step."""
         self._chunks, self._waits = {}, {}
         preemptions = self.num_preemptions
-        prefills: list[Request] = []
-        decoding: list[Request] = []
-        for request in self.running:
-            (decoding if decodes(request) else prefills).append(request)
+        decoding = [r for r in self.running if r.decodes]
+        prefills = [r for r in self.running if not r.decodes]
         for request in decoding[: self.max_batched_tokens]:
             if request.status == "running":
                 self._place_decode(request)
@@ -98,9 +96,9 @@ class Scheduler:
         left = largest = self._prefill_tokens(rows)
         for request in prefills:
             if left and request.status == "running":
-                left -= self._place(request, *self._shares(left, largest, rows))
+                left -= self._place(request, self._offer(left, largest, rows))
         while left and self.waiting and self.num_preemptions == preemptions:
-            used = self._admit(self.waiting[0], *self._shares(left, largest, rows))
+            used = self._admit(self.waiting[0], self._offer(left, largest, rows))
             if not used:
                 break
             left -= used
@@ -117,7 +115,7 @@ class Scheduler:
         capped = decode_rows and self.mixed_prefill_tokens != NO_CAP
         return min(left, self.mixed_prefill_tokens) if capped else left
 
-    def _shares(self, left: int, largest: int, decode_rows: int) -> tuple[int, int]:
+    def _offer(self, left: int, largest: int, decode_rows: int) -> tuple[int, int]:
         """(tokens offered to the next prefill now, the most that any step would offer it)."""
         # Whoever decodes has a row by now, so all that have no chunk are prefills.
         others = len(self.running) + len(self.waiting) - len(self._chunks) > 1
@@ -138,14 +136,14 @@ class Scheduler:
         if 0 < start % size < size - 1:  # inside a block neither a page nor a slot is needed
             self._take(request, Chunk(start + 1, reason="decode"))
         else:
-            self._place(request, 1, 1)
+            self._place(request, (1, 1))
 
-    def _place(self, request: Request, room: int, largest: int) -> int:
+    def _place(self, request: Request, offer: tuple[int, int]) -> int:
         """Plan a running request's chunk and take what it needs; its tokens, 0 if it has to wait."""
         start, held = request.num_computed_tokens, len(request.tables[0])
         while True:
             states, pages = self.blocks.spare(request)
-            chunk = self._derive(request, start, request.junctions, room, largest, states)
+            chunk = self._fitted(request, start, request.junctions, offer, states)
             if chunk.end == start:
                 return self._wait(request, chunk.reason)
             if self.blocks.blocks_for(chunk.end) - held <= pages:
@@ -154,12 +152,11 @@ class Scheduler:
             if not self._preempt_youngest(request):
                 return self._wait(request, "waits for pages")
 
-    def _admit(self, request: Request, room: int, largest: int) -> int:
+    def _admit(self, request: Request, offer: tuple[int, int]) -> int:
         """Admit the first waiting request with its first chunk, or leave everything as it was; its tokens."""
-        if len(self.running) >= self.max_running_requests:
-            return self._wait(
-                request, f"waits: {len(self.running)} of {self.max_running_requests} are running"
-            )
+        most = self.max_running_requests
+        if len(self.running) >= most:
+            return self._wait(request, f"waits: {len(self.running)} of {most} are running")
         # A scored prompt needs the logits of all its rows.
         reuse = Reuse(0, 0) if request.score_prompt else self.blocks.lookup(request)
         states, pages = self.blocks.spare(request, reuse)
@@ -167,7 +164,7 @@ class Scheduler:
             size = self.blocks.slots.size
             return self._wait(request, f"waits for a slot: {size} of {size} in use")
         start = max(reuse.state_at, request.num_external_tokens)
-        chunk = self._derive(request, start, junctions(reuse), room, largest, states)
+        chunk = self._fitted(request, start, junctions_of(reuse), offer, states)
         if chunk.end == start:
             return self._wait(request, chunk.reason)
         if self.blocks.blocks_for(chunk.end) - self.blocks.blocks_for(reuse.attention_to) > pages:
@@ -205,42 +202,16 @@ class Scheduler:
             publishes=chunk.publishes,
             rolling=chunk.rolling,
             samples=chunk.end == known and request.max_tokens > 0,
-            decodes=start >= prefill_end(request),
+            decodes=request.decodes,
             reason=chunk.reason,
             targets=request.tokens(start + 1, chunk.end + 1) if request.score_prompt else (),
         )
 
-    def _derive(
-        self, request: Request, start: int, junctions: tuple[int, ...], room: int, largest: int, states: int
+    def _fitted(
+        self, request: Request, start: int, junctions: tuple[int, ...], offer: tuple[int, int], states: int
     ) -> Chunk:
-        """The policy's chunk from `start`. If it leaves more than `states` states, the boundaries beyond are struck,
-        and the end is derived again without them."""
-        policy, denied = self.blocks.policy, set[int]()
         prefill = Prefill(len(request.prompt), request.num_known_tokens, junctions)
-        while True:
-            if start < prefill.finish:
-                chunk = policy.chunk(start, room, prefill, largest, denied)
-            else:
-                chunk = self._decode(start, denied)
-            wanted = states_of(chunk)
-            if len(wanted) <= states:
-                break
-            denied.update(wanted[states:])
-        if not denied:
-            return chunk
-        struck, size = ", ".join(f"{m:,}" for m in sorted(denied)), self.blocks.slots.size
-        return replace(
-            chunk, reason=f"{chunk.reason}; no slot for {struck}: {size - states} of {size} in use"
-        )
-
-    def _decode(self, start: int, denied: Container[int]) -> Chunk:
-        """A decode step, and the boundary that it crosses, if the policy keeps one."""
-        boundary, at_once = self.blocks.policy.decode_boundary(start, start + 1)
-        if boundary is None or boundary in denied:
-            return Chunk(start + 1, reason="decode")
-        if at_once:
-            return Chunk(start + 1, publishes=(boundary,), reason="decode")
-        return Chunk(start + 1, rolling=boundary, reason="decode")
+        return fitted_chunk(self.blocks.policy, prefill, start, *offer, states, self.blocks.slots.size)
 
     def _preempt_youngest(self, beneficiary: Request) -> bool:
         """Free the youngest running request's places; False if that is the beneficiary itself, which then waits."""
@@ -276,7 +247,7 @@ class Scheduler:
                 self.finish(request, "error")
                 continue
             del self._in_flight[chunk.request_id]
-            completes = not chunk.decodes and chunk.end >= prefill_end(request)
+            completes = not chunk.decodes and chunk.end >= request.prefill_end
             request.num_computed_tokens = chunk.end
             advance = self._advance(request, result)
             if completes and chunk.rolling is None:
@@ -307,19 +278,3 @@ class Scheduler:
         self._let_go(request)
         request.status = "finished"
         self._released.append(request.request_id)
-
-
-def prefill_end(request: Request) -> int:
-    """Where prefill ends, replayed output included."""
-    return len(request.prompt) + max(len(request.output) - 1, 0)
-
-
-def decodes(request: Request) -> bool:
-    """Whether every known token but the last is computed, so that the next row samples."""
-    return request.num_computed_tokens >= prefill_end(request)
-
-
-def states_of(chunk: Chunk) -> list[int]:
-    """Boundaries whose state a chunk leaves in a slot of its own, ascending."""
-    rolling = () if chunk.rolling is None else (chunk.rolling,)
-    return sorted({*chunk.exports, *chunk.publishes, *rolling})

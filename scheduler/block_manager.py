@@ -221,7 +221,8 @@ class BlockManager:
         """Whether the running state itself is the newest checkpoint that retention promises when a request leaves."""
         position = request.num_computed_tokens
         promised = ("decode" if request.decodes else "progress") in self.policy.retain
-        if not promised or not position or not self._key_known(request, position):
+        copyable = self.slots.size > 1  # a hit reads one slot and writes another
+        if not (promised and copyable and position and self._key_known(request, position)):
             return False
         return not self._complete(self._keys(request).at(position))
 

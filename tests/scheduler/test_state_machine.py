@@ -2,8 +2,13 @@
 
 After each operation the content model compares every findable page, state and companion with what its key promises,
 wipes what is free, and checks each reference; each forward reads only its own prefix and writes only private places;
-outputs equal those of an uninterrupted run. Draft rows are exact under `token`, `key` and `tag`. What waits for the
-speculation issue: acceptance, rejected rows, and draft passes that never ran.
+outputs equal those of an uninterrupted run. Draft rows are exact under `token`, `key` and `tag`.
+
+What waits for the MTP capability, since it needs drafts: outputs at every depth and for every drafter; no key over
+rejected tokens; drafts after a hit; depth switched between two requests; a companion that is ignored without drafts;
+states, windows and index rings after a verification that accepts 0 to K, also across a boundary; verification run
+twice; draft pages whose pass never ran. What needs the model's arithmetic (states against the recurrence, rows that
+do not depend on company) is tested with the model.
 """
 
 from hypothesis import HealthCheck, settings

@@ -6,7 +6,7 @@ two cells do the same work: a plan is all that a runner sees.
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, product
 from typing import Any, NamedTuple
@@ -20,6 +20,7 @@ from engine.runner import Runner
 from engine.sampling import SamplingParams
 from model.glm5_next import Glm5Next, TrunkCache
 from model.kda import EXPORT_GRID_TOKENS
+from model.parameters import parameter_specs
 from scheduler.block_manager import BlockManager
 from scheduler.checkpoint_policy import Capability, Policy, make_policy
 from scheduler.plan import StepPlan, StepResult
@@ -97,7 +98,13 @@ def subject(name: str) -> Subject:
     config = replace(
         tiny.TINY, num_hidden_layers=5, layer_types=layers, mlp_layer_types=("dense", *["sparse"] * 4)
     )
-    return Subject(tiny.model(config=config)[0], (91, 53, 37))
+    # A slow decay: the state of a boundary matters to the end of the prompt.
+    decay = {
+        spec.name: tiny.normal(*spec.shape, seed=i) - 3
+        for i, spec in enumerate(parameter_specs(config, num_layers=5))
+        if spec.name.endswith("dt_bias")
+    }
+    return Subject(tiny.model(decay, config)[0], (81, 49, 37))
 
 
 class Ask(NamedTuple):

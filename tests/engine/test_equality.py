@@ -6,12 +6,12 @@ values meets. Filings only matter with a drafter: cells with equal plans are run
 """
 
 from itertools import product
-from typing import Any
 
 import pytest
 from torch import Tensor
 
 from model.batch import Batch
+from model.glm5_next import TrunkCache
 from model.kda import KdaState
 from scheduler.checkpoint_policy import DECLARED_DRAFT_ARCHITECTURE
 from scheduler.plan import ScheduledChunk, StepPlan
@@ -118,42 +118,40 @@ def test_filings_plan_alike_without_a_drafter_and_differ_with_one(policy: str) -
 
 
 def test_the_trace_names_a_fault_in_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
-    # A feed-forward layer that is wrong in rows 48.. of a chunk that does not begin the sequence.
-    cell, layer = Cell("tiny", 16, "ours", "token", "resend"), subject("tiny").model.layers[3]
+    cell, layer = Cell("tiny", 16, "ours", "token", "cold"), subject("tiny").model.layers[3]
     starts, layer_forward, ffn_forward = [0], layer.forward, layer.ffn.forward
 
-    def forward(streams: Tensor, batch: Batch, cache: Any) -> Tensor:
+    def forward(streams: Tensor, batch: Batch, cache: TrunkCache) -> Tensor:
         starts[0] = batch.segments[0].start
         return layer_forward(streams, batch, cache)
 
     monkeypatch.setattr(layer, "forward", forward)
-    monkeypatch.setattr(layer.ffn, "forward", lambda x: ffn_forward(x) * (-3 if starts[0] == 48 else 1))
+    monkeypatch.setattr(layer.ffn, "forward", lambda x: ffn_forward(x) * (-3 if starts[0] == 80 else 1))
     with pytest.raises(pytest.fail.Exception) as failure:
         check(cell, plans_of(cell))
     text = str(failure.value)
-    assert "first divergence: step 3, layer 3, ffn, request 0, position 48" in text
+    assert "first divergence: step 5, layer 3, ffn, request 0, position 80" in text
     assert "argmax margin" in text and str(cell) in text
 
 
-def test_the_trace_names_a_state_that_a_hit_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    cell = Cell("tiny", WHOLE, "ours", "token", "resend")
+@pytest.mark.parametrize("part", ["matrix", "conv"])
+def test_the_trace_names_a_state_that_a_hit_lost(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, copy = Cell("tiny", WHOLE, "ours", "token", "resend"), KdaState.copy
 
-    def copy(state: KdaState, source: int, target: int) -> None:
-        state.matrix[target], state.conv[target] = 0, state.conv[source]
+    def lossy_copy(state: KdaState, source: int, target: int) -> None:
+        copy(state, source, target)
+        getattr(state, part)[target] = 0
 
-    monkeypatch.setattr(KdaState, "copy", copy)
-    model = subject("tiny").model
-    with recording(model) as forwards:
-        player = play(cell)
-    hit = next(i for i, plan in enumerate(player.plans) if plan.chunks[0].restore_from is not None)
-    found = first_divergence(model, player, forwards)
-    assert found is not None
-    assert (found.step, found.layer, found.tensor, found.request, found.position) == (hit, 0, "kda", 1, 80)
+    monkeypatch.setattr(KdaState, "copy", lossy_copy)
+    with pytest.raises(pytest.fail.Exception) as failure:
+        check(cell, plans_of(cell))
+    hit = next(i for i, plan in enumerate(plans_of(cell)) if plan.chunks[0].restore_from is not None)
+    assert f"first divergence: step {hit}, layer 0, kda, request 1, position 80" in str(failure.value)
 
 
 def test_the_trace_finds_nothing_in_a_sound_run() -> None:
     model = subject("tiny").model
     with recording(model) as forwards:
-        player = play(Cell("tiny", 3, "ours", "token", "mates"))
+        player = play(Cell("tiny", 16, "ours", "token", "mates"))
     assert first_divergence(model, player, forwards, tolerance=1e-4) is None
     assert "forward" not in vars(model)

@@ -90,21 +90,19 @@ class Subject:
 
 
 @lru_cache
-def subject(name: str) -> Subject:
+def subject(name: str, dtype: torch.dtype = torch.float32) -> Subject:
     """`tiny`: five random layers, selection from row 12 on; `embedded`: the model in the repository, from row 260."""
     if name == "embedded":
-        return Subject(driver.load_model(EMBEDDED_MODEL)[0], (269, 83, 45))
-    layers = ("kda", "mla", "kda", "kda", "mla")
-    config = replace(
-        tiny.TINY, num_hidden_layers=5, layer_types=layers, mlp_layer_types=("dense", *["sparse"] * 4)
-    )
+        return Subject(driver.load_model(EMBEDDED_MODEL, dtype)[0], (269, 83, 45))
+    config = replace(tiny.TINY, num_hidden_layers=5, layer_types=("kda", "mla", "kda", "kda", "mla"),
+                     mlp_layer_types=("dense", *["sparse"] * 4))  # fmt: skip
     # A slow decay: the state of a boundary matters to the end of the prompt.
     decay = {
         spec.name: tiny.normal(*spec.shape, seed=i) - 3
         for i, spec in enumerate(parameter_specs(config, num_layers=5))
         if spec.name.endswith("dt_bias")
     }
-    return Subject(tiny.model(decay, config)[0], (81, 49, 37))
+    return Subject(Glm5Next(tiny.tree(decay, config), config, dtype, driver.CPU), (81, 49, 37))
 
 
 class Ask(NamedTuple):
@@ -177,7 +175,7 @@ class Player:
             shape = CacheShape(num_blocks, policy.block_size, num_slots, config.index_kpool)
             cache = allocate_trunk(config, shape, executor.dtype, executor.device, state_dtype)
             self.runner = Runner(executor, cache)
-            clear_freed(blocks.slots, slot_tensors(cache))
+            clear_freed(blocks.slots, slot_tensors(cache), self.before_reuse)
             clear_freed(blocks.groups[0], page_tensors(cache))
 
     def add(self, prompt: Sequence[int], new_tokens: int) -> Request:
@@ -191,10 +189,17 @@ class Player:
             self.runner.prompts[request.request_id] = prompt
         return request
 
+    def before_reuse(self, slot: int) -> None:
+        """Called when a recurrent slot is handed out, before its content goes."""
+
     def step(self) -> None:
         """One forward."""
         self.plans.append(self.scheduler.schedule())
-        self.scheduler.commit(self.plans[-1], self.runner.execute(self.plans[-1]))
+        self.scheduler.commit(self.plans[-1], self.execute(self.plans[-1]))
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one plan."""
+        return self.runner.execute(plan)
 
     def play(self, rounds: Sequence[Sequence[Ask]], interrupted: bool = False) -> None:
         """Run rounds one after the other; `interrupted`: preempt each request twice, in prefill and in decode."""
@@ -220,7 +225,9 @@ def page_tensors(cache: TrunkCache) -> list[Tensor]:
     return [part for layer in cache.mla.values() for part in (layer.latent, layer.index.pooled)]
 
 
-def clear_freed(pool: Pool, tensors: Sequence[Tensor]) -> None:
+def clear_freed(
+    pool: Pool, tensors: Sequence[Tensor], before_reuse: Callable[[int], None] = lambda place: None
+) -> None:
     """Fill a pool's places with NaN: all of them now, then each that is freed, and each evicted one when it is
     handed out again."""
     allocate, release = pool.allocate, pool.release
@@ -232,6 +239,7 @@ def clear_freed(pool: Pool, tensors: Sequence[Tensor]) -> None:
     def clearing_allocate() -> int | None:
         place = allocate()
         if place is not None:
+            before_reuse(place)
             clear(place)
         return place
 

@@ -174,5 +174,5 @@ class Machine(RuleBasedStateMachine):
 
 TestMachine = Machine.TestCase
 TestMachine.settings = settings(
-    max_examples=100, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+    stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )

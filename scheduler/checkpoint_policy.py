@@ -35,8 +35,8 @@ measure the cost). Else, and always without a drafter, dropped = ahead = 0.
 
 **Where does a chunk end?** As far as the budget reaches, N at most; then, in this order:
 1. Short of `finish`, the end (not the length) is rounded down to a multiple of the unit: B for floored ends, 16 for
-   free ones (1 if nothing is retained). If no token remains, the request waits for a step with more room; but if the
-   unit is wider than the whole budget, the end stays as it was, and the block is crossed in pieces.
+   free ones (1 if nothing is retained). If no token remains, the request waits for a step with more room, unless the
+   unit is wider than any step's room: then the end stays as it was, and the block is crossed in pieces.
 2. If ends are floored and the chunk starts inside a block, it ends at the next boundary at the latest.
 3. The lowest retained boundary inside that cannot be exported becomes the end. It costs a forward.
 
@@ -59,7 +59,7 @@ and `state_at` is the deepest checkpoint not above it, else 0. The request conti
 | `none` | 64 | free | none | nothing | nothing | 0 |
 
 `vllm-0.33` exports only in the chunk that finishes, and no junction: it ends a chunk. `seed` is `generic` on a kernel
-without export or with a drafter that declares nothing. P = 32,320, budget 4,096: seven chunks of 4,096 reach 28,672.
+without export or with a drafter other than `Glm5NextMTPModel`. P = 32,320, budget 4,096: seven chunks of 4,096 reach 28,672.
 `generic` stops at 31,744 = F - 512, where a resend looks, and needs a ninth forward. `seed` runs to the end and exports
 32,256, which a resend may not use: it hits 28,672. `ours` exports 32,256 on the way to 32,320, and a resend hits it.
 P = 5,000, B 2,304, budget 1,024: floored chunks end at 1,024, 2,048, 2,304, 3,328, 4,352, 4,608 and 5,000.

@@ -99,7 +99,8 @@ class Kda:
         parts, singles = [], batch.single_rows
         if singles is not None:
             carried = singles.carried(state.matrix).float()
-            stepped, state.matrix[singles.slots] = recurrence_step(inputs.rows(singles.rows), carried)
+            stepped, after = recurrence_step(inputs.rows(singles.rows), carried)
+            state.matrix[singles.slots] = after.to(state.matrix.dtype)
             parts.append((singles.rows, stepped))
         for segment in batch.multi_row_segments:
             parts.append((segment.rows, self._run_segment(inputs.rows(segment.rows), segment, state)))

@@ -17,8 +17,7 @@ def play(player: Player, *scenarios: str) -> None:
     assert [request.output for request in player.requests] == answers
 
 
-@pytest.mark.parametrize("checkpoint_slots", [0, 1])
-@pytest.mark.parametrize("budget", [16, WHOLE])
+@pytest.mark.parametrize(("budget", "checkpoint_slots"), [(16, 0), (WHOLE, 0), (24, 1)])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_hardly_a_slot_beyond_the_running_ones(policy: str, budget: int, checkpoint_slots: int) -> None:
     player = Player(policy_of(policy, "token"), budget, subject("tiny").model,

@@ -175,8 +175,8 @@ class Player:
             shape = CacheShape(num_blocks, policy.block_size, num_slots, config.index_kpool)
             cache = allocate_trunk(config, shape, executor.dtype, executor.device, state_dtype)
             self.runner = Runner(executor, cache)
-            clear_freed(blocks.slots, slot_tensors(cache), self.before_reuse)
-            clear_freed(blocks.groups[0], page_tensors(cache))
+            clear_freed(blocks.slots, slot_tensors(cache), self.before_slot_reuse)
+            clear_freed(blocks.groups[0], page_tensors(cache), self.before_page_reuse)
 
     def add(self, prompt: Sequence[int], new_tokens: int) -> Request:
         """Queue a greedy request."""
@@ -189,8 +189,11 @@ class Player:
             self.runner.prompts[request.request_id] = prompt
         return request
 
-    def before_reuse(self, slot: int) -> None:
+    def before_slot_reuse(self, slot: int) -> None:
         """Called when a recurrent slot is handed out, before its content goes."""
+
+    def before_page_reuse(self, page: int) -> None:
+        """The same for a page."""
 
     def step(self) -> None:
         """One forward."""
@@ -225,9 +228,7 @@ def page_tensors(cache: TrunkCache) -> list[Tensor]:
     return [part for layer in cache.mla.values() for part in (layer.latent, layer.index.pooled)]
 
 
-def clear_freed(
-    pool: Pool, tensors: Sequence[Tensor], before_reuse: Callable[[int], None] = lambda place: None
-) -> None:
+def clear_freed(pool: Pool, tensors: Sequence[Tensor], before_reuse: Callable[[int], None]) -> None:
     """Fill a pool's places with NaN: all of them now, then each that is freed, and each evicted one when it is
     handed out again."""
     allocate, release = pool.allocate, pool.release

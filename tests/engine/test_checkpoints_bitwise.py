@@ -3,6 +3,7 @@ eviction, and that state is the token recurrence's.
 
 Beside every forward a witness recomputes the states on the 16-token grid of each chunk, in the chunk's own shape,
 and keeps the raw convolution rows; an auditor compares slots with it whenever they are published, hit or evicted.
+Published pages keep their bits, too.
 """
 
 from collections import Counter
@@ -21,7 +22,7 @@ from model.batch import Batch, Segment
 from model.kda import CHUNK_TOKENS, Kda, KdaInputs, KdaState, chunked, recurrence
 from scheduler.checkpoint_policy import Policy
 from scheduler.plan import StepPlan, StepResult
-from tests.engine.equality import NEW_TOKENS, WHOLE, Ask, Player, policy_of, rounds, subject
+from tests.engine.equality import NEW_TOKENS, WHOLE, Ask, Player, page_tensors, policy_of, rounds, subject
 
 PART_OF_LARGEST = 1e-5  # chunked and token-by-token arithmetic round differently in float32
 CONV_ROWS = 3
@@ -100,6 +101,8 @@ class Auditor(Player):
         ] = {}  # by slot: position and checksum that its forward left
         self.published: dict[int, int] = {}  # positions by slot
         self.events: Counter[str] = Counter()
+        self.page_tensors = page_tensors(self.runner.cache)
+        self.pages: dict[int, bytes] = {}  # checksums of published pages
 
     def step(self) -> None:
         self._audit_published()  # of requests that left between two steps
@@ -126,18 +129,27 @@ class Auditor(Player):
                 self.expected[slot] = position, checksum(parts)
         return result
 
-    def before_reuse(self, slot: int) -> None:
+    def before_slot_reuse(self, slot: int) -> None:
         if slot in self.published:
             self._audit("eviction", slot, self.published.pop(slot))
 
+    def before_page_reuse(self, page: int) -> None:
+        self.pages.pop(page, None)
+
     def _audit_published(self) -> None:
-        slots, block = self.scheduler.blocks.slots, self.scheduler.blocks.block_size
+        blocks, block = self.scheduler.blocks, self.scheduler.blocks.block_size
+        assert all(self._page_checksum(page) == found for page, found in self.pages.items())
         for request in self.requests:
             for position, key in enumerate(request.keys or (), start=1):
-                slot = slots.find(key)
+                slot, page = blocks.slots.find(key), blocks.groups[0].find(key)
+                if page is not None and page not in self.pages:
+                    self.pages[page] = self._page_checksum(page)
                 if slot is not None and slot not in self.published:
                     self.published[slot] = position * block
                     self._audit("publication", slot, position * block)
+
+    def _page_checksum(self, page: int) -> bytes:
+        return checksum([part[page] for part in self.page_tensors])
 
     def _audit(self, event: str, slot: int, position: int) -> None:
         found = checksum([part for state in self.states for part in (state.matrix[slot], state.conv[slot])])

@@ -59,9 +59,10 @@ and `state_at` is the deepest checkpoint not above it, else 0. The request conti
 | `none` | 64 | free | none | nothing | nothing | 0 |
 
 `vllm-0.33` exports only in the chunk that finishes, and no junction: it ends a chunk. `seed` is `generic` on a kernel
-without export or with a drafter other than `Glm5NextMTPModel`. P = 32,320, budget 4,096: seven chunks of 4,096 reach 28,672.
-`generic` stops at 31,744 = F - 512, where a resend looks, and needs a ninth forward. `seed` runs to the end and exports
-32,256, which a resend may not use: it hits 28,672. `ours` exports 32,256 on the way to 32,320, and a resend hits it.
+without export or with a drafter other than `Glm5NextMTPModel`. P = 32,320, budget 4,096: seven chunks of 4,096 reach
+28,672. `generic` stops at 31,744 = F - 512, where a resend looks, and needs a ninth forward. `seed` runs to the end and
+exports 32,256, which a resend may not use: it hits 28,672. `ours` exports 32,256 on the way to 32,320, and a resend
+hits it.
 P = 5,000, B 2,304, budget 1,024: floored chunks end at 1,024, 2,048, 2,304, 3,328, 4,352, 4,608 and 5,000.
 """
 

@@ -46,32 +46,6 @@ def expected() -> Callable[[list[int]], list[int]]:
     return tokens
 
 
-@pytest.mark.parametrize("budget", [3, 40, 4096])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_cold_resend_extend_branch(
-    policy: str, budget: int, expected: Callable[[list[int]], list[int]]
-) -> None:
-    llm = engine(policy, budget)
-    first = PROMPTS[0]
-    extended = [*first, *expected(first), *PROMPTS[2]]
-    branched = [*first[:80], *PROMPTS[1]]
-    for prompt in (first, first, extended, branched, branched, first):
-        assert llm.generate([prompt], GREEDY)[0].token_ids == expected(prompt)
-
-
-@pytest.mark.parametrize("budget", [24])
-@pytest.mark.parametrize("policy", POLICIES)
-def test_batch_mates_and_a_warm_repeat(
-    policy: str, budget: int, expected: Callable[[list[int]], list[int]]
-) -> None:
-    llm = engine(policy, budget, mixed_prefill_tokens=16)
-    for _ in range(2):
-        results = llm.generate([*PROMPTS, PROMPTS[0][:60]], GREEDY)
-        assert [r.token_ids for r in results] == [expected(p) for p in (*PROMPTS, PROMPTS[0][:60])]
-    if policy in ("vllm-0.33", "ours"):
-        assert [r.cached_tokens > 0 for r in results] == [True] * 4
-
-
 @pytest.mark.parametrize("retain", ["resend", "all", "chunk-ends", "progress,decode", "resend,crossed"])
 def test_retentions_exports_and_chunk_ends(retain: str, expected: Callable[[list[int]], list[int]]) -> None:
     for exports, chunk_ends in (("0", "floored"), ("1", "free"), ("many", "floored")):

@@ -84,7 +84,10 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> StepPlan:
-        """The next step."""
+        """The next step. If the last one was never committed its forward failed, and may have left anything in running
+        slots: its requests begin again by lookup."""
+        for request in reversed([*self._in_flight.values()]):
+            self.preempt(request)
         self._chunks, self._waits = {}, {}
         preemptions = self.num_preemptions
         decoding = [r for r in self.running if r.decodes]

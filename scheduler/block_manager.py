@@ -152,8 +152,12 @@ class BlockManager:
         """Prefill is complete: the prompt's reuse points are at or above a rolling checkpoint inside it."""
         rolling = request.rolling
         if rolling and not self.policy.outlasts_prefill(rolling.position, len(request.prompt)):
-            self._release(rolling)
-            request.rolling = None
+            self.drop_rolling(request)
+
+    def drop_rolling(self, request: Request) -> None:
+        """Give a private checkpoint up, if there is one."""
+        self._release(request.rolling)
+        request.rolling = None
 
     def leave(self, request: Request, *, in_flight: bool = False) -> None:
         """The request finishes, is preempted or cancelled: publish its newest private checkpoint and verified full
@@ -179,8 +183,8 @@ class BlockManager:
         """Forget everything published and every rolling checkpoint. Running requests keep what they compute with, and
         publish their pages again."""
         for request in running:
-            self._release(request.rolling)
-            request.rolling, request.num_published_blocks = None, 0
+            self.drop_rolling(request)
+            request.num_published_blocks = 0
         for pool in (*self.groups, *self._state_pools):
             pool.evict_all()
 

@@ -156,8 +156,10 @@ class LLM:
             return []
         plan = self.scheduler.schedule()
         result = self.runner.execute(plan)
-        for request_id, log_probs in result.log_probs.items():
-            self._outputs[request_id].result.prompt_log_probs.extend(log_probs)
+        for chunk in plan.chunks:
+            if chunk.targets:  # a preempted prompt is scored again from its start
+                scores = self._outputs[chunk.request_id].result.prompt_log_probs
+                scores[chunk.start :] = result.log_probs[chunk.request_id]
         return [delta for advance in self.scheduler.commit(plan, result) for delta in self._deliver(advance)]
 
     def _deliver(self, advance: Advance) -> Iterator[Delta]:

@@ -13,7 +13,7 @@ What to keep, and how far a hit reaches, is the policy's decision, never this fi
 
 from collections.abc import Iterable, Iterator
 
-from scheduler.checkpoint_policy import Policy, Reuse
+from scheduler.checkpoint_policy import Policy, Prefill, Reuse
 from scheduler.keys import KeyChain
 from scheduler.pool import Pool
 from scheduler.request import Checkpoint, Request
@@ -152,8 +152,12 @@ class BlockManager:
         """Prefill is complete: the prompt's reuse points are at or above a rolling checkpoint inside it."""
         rolling = request.rolling
         if rolling and not self.policy.outlasts_prefill(rolling.position, len(request.prompt)):
-            self._release(rolling)
-            request.rolling = None
+            self.drop_rolling(request)
+
+    def drop_rolling(self, request: Request) -> None:
+        """Give a private checkpoint up, if there is one."""
+        self._release(request.rolling)
+        request.rolling = None
 
     def leave(self, request: Request, *, in_flight: bool = False) -> None:
         """The request finishes, is preempted or cancelled: publish its newest private checkpoint and verified full
@@ -179,8 +183,8 @@ class BlockManager:
         """Forget everything published and every rolling checkpoint. Running requests keep what they compute with, and
         publish their pages again."""
         for request in running:
-            self._release(request.rolling)
-            request.rolling, request.num_published_blocks = None, 0
+            self.drop_rolling(request)
+            request.num_published_blocks = 0
         for pool in (*self.groups, *self._state_pools):
             pool.evict_all()
 
@@ -218,21 +222,19 @@ class BlockManager:
         request.num_published_blocks = last
 
     def _hands_over(self, request: Request) -> bool:
-        """Whether the running state itself is the newest checkpoint that retention promises when a request leaves."""
-        position = request.num_computed_tokens
-        promised = ("decode" if request.decodes else "progress") in self.policy.retain
+        """Whether the running state itself becomes a checkpoint when the request leaves."""
+        computed = request.num_computed_tokens
+        prefill = Prefill(len(request.prompt), request.num_known_tokens)
         copyable = self.slots.size > 1  # a hit reads one slot and writes another
-        if not (promised and copyable and position and self._key_known(request, position)):
+        if not (copyable and self.policy.hands_over(computed, prefill)):
             return False
-        return not self._complete(self._keys(request).at(position))
-
-    def _key_known(self, request: Request, position: int) -> bool:
-        return self.policy.publishable(position, request.num_known_tokens) == position
+        return not self._complete(self._keys(request).at(computed))
 
     def _give_up(self, request: Request, checkpoint: Checkpoint, findable: bool) -> None:
         """Release a held checkpoint, findable from now on or not."""
-        if findable and self._key_known(request, checkpoint.position):
-            key = self._keys(request).at(checkpoint.position)
+        position = checkpoint.position
+        if findable and self.policy.publishable(position, request.num_known_tokens) == position:
+            key = self._keys(request).at(position)
             for pool, place in zip(self._state_pools, _places(checkpoint), strict=True):
                 pool.publish(place, key)
         self._release(checkpoint)

@@ -166,9 +166,8 @@ class Policy:
         reason = "tail joined" if exports and end >= request.finish else reason
         written = {*exports, end}.difference(denied)
         publishes = written & self._retained(start, end, request, published=True)
-        rolling = self._rolling(end, request)
-        kept = rolling if rolling in written - publishes else None
-        return Chunk(end, exports, tuple(sorted(publishes)), kept, reason)
+        rolling = (written - publishes) & {self._rolling(end, request)}
+        return Chunk(end, exports, tuple(sorted(publishes)), max(rolling, default=None), reason)
 
     def _farthest(self, start: int, room: int, request: Prefill, largest: int) -> tuple[int, str]:
         """How far the budget and the alignment of ends allow, and which of them decided."""
@@ -231,14 +230,18 @@ class Policy:
 
     def decode_boundary(self, start: int, verified: int) -> tuple[int | None, bool]:
         """The newest boundary crossed by a decode step, if it is kept, and whether it is published at once."""
-        boundary = self.floor(verified)
-        at_once = bool({"chunk-ends", "all"} & self.retain)
+        boundary, at_once = self.floor(verified), bool({"chunk-ends", "all"} & self.retain)
         kept = boundary > start and (at_once or "decode" in self.retain)
         return (boundary if kept else None), at_once
 
     def outlasts_prefill(self, boundary: int, prompt: int) -> bool:
         """Whether a rolling checkpoint stays when prefill completes: the newest decode boundary of a replay does."""
         return "decode" in self.retain and boundary > prompt
+
+    def hands_over(self, computed: int, request: Prefill) -> bool:
+        """Whether the running state itself, of a request that leaves after `computed` tokens, is to be published."""
+        kind = "progress" if computed < request.finish else "decode"
+        return kind in self.retain and 0 < computed == self.publishable(computed, request.known)
 
 
 def _public(name: str, exports: int, filing: Filing, *retain: Retention) -> Policy:
@@ -285,13 +288,10 @@ def make_policy(
         raise ValueError(f"block size is {size}, expected a multiple of {capability.export_grid}")
     names = list(base.retain if retain is None else retain)
     kept = frozenset(_known(name, get_args(Retention), "retention") for name in names if names != ["none"])
-    exports = min(capability.exports, base.capability.exports)
-    free_chunk_ends = capability.free_chunk_ends and base.capability.free_chunk_ends
-    able = Capability(exports, capability.export_grid, free_chunk_ends)
-    drafting = draft_architecture is not None
-    return replace(
-        base, name=preset, block_size=size, retain=kept, capability=able, filing=chosen, drafting=drafting
-    )
+    free = capability.free_chunk_ends and base.capability.free_chunk_ends
+    able = Capability(min(capability.exports, base.capability.exports), capability.export_grid, free)
+    named = replace(base, name=preset, drafting=draft_architecture is not None)
+    return replace(named, block_size=size, retain=kept, capability=able, filing=chosen)
 
 
 def _known(name: str, names: Iterable[str], what: str) -> Any:

@@ -84,7 +84,10 @@ class Scheduler:
         self.waiting.append(request)
 
     def schedule(self) -> StepPlan:
-        """The next step."""
+        """The next step. If the last one was never committed its forward failed, and may have left anything in running
+        slots: its requests begin again by lookup."""
+        for request in reversed([*self._in_flight.values()]):
+            self.preempt(request)
         self._chunks, self._waits = {}, {}
         preemptions = self.num_preemptions
         decoding = [r for r in self.running if r.decodes]
@@ -160,15 +163,18 @@ class Scheduler:
         # A scored prompt needs the logits of all its rows.
         reuse = Reuse(0, 0) if request.score_prompt else self.blocks.lookup(request)
         states, pages = self.blocks.spare(request, reuse)
-        if states < 0:
+        rolling = [r for r in reversed(self.running) if r.rolling][: max(-states, 0)]
+        if states + len(rolling) < 0:
             size = self.blocks.slots.size
             return self._wait(request, f"waits for a slot: {size} of {size} in use")
         start = max(reuse.state_at, request.num_external_tokens)
-        chunk = self._fitted(request, start, junctions_of(reuse), offer, states)
+        chunk = self._fitted(request, start, junctions_of(reuse), offer, max(states, 0))
         if chunk.end == start:
             return self._wait(request, chunk.reason)
         if self.blocks.blocks_for(chunk.end) - self.blocks.blocks_for(reuse.attention_to) > pages:
             return self._wait(request, "waits for pages")
+        for holder in rolling:  # a slot to run in comes before private checkpoints, the youngest's first
+            self.blocks.drop_rolling(holder)
         self.blocks.admit(request, reuse)
         self._take(request, chunk, admitted=True)
         self.running.append(self.waiting.popleft())

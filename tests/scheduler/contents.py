@@ -103,7 +103,7 @@ class Contents:
         states, tables = self.states[request.request_id], self.tables[request.request_id]
         rows = [row for page in tables[0] for row in self.pages[0][page]][:end]
         assert rows == states[1 : end + 1], f"request {request.request_id} reads stale target rows"
-        if not self.policy.drafting:
+        if not (self.policy.drafting and end):
             return
         found = [row for page in tables[1] for row in self.pages[1][page]][:end]
         own = [self.draft_row(states, 0), *states[1 + self.shift() : end + self.shift()]][:end]

@@ -7,7 +7,7 @@ import pytest
 from scheduler.checkpoint_policy import Reuse
 from scheduler.plan import StepPlan
 from scheduler.request import Request
-from tests.scheduler.simulation import Simulation, engine, prompt, sizes
+from tests.scheduler.simulation import Simulation, engine, prompt, reference, sizes
 
 
 def loop(budget: int = 256, pages: int = 32, slots: int = 12, **options: object) -> Simulation:
@@ -64,6 +64,31 @@ def test_a_failed_admission_changes_nothing(lacking: Callable[[], tuple[Simulati
     run.commit(plan)
     run.drain()
     assert newcomer.status == "finished"
+
+
+@pytest.mark.parametrize("slots", [3, 4, 5])
+def test_private_checkpoints_of_others_keep_nobody_waiting(slots: int) -> None:
+    """Three may run, and each would hold a rolling checkpoint while it generates."""
+    run = loop(slots=slots, running=3, budget=64)
+    for seed in range(3):
+        run.add(prompt(20, seed), 100)
+        for _ in range(20):
+            run.step()
+        assert len(run.scheduler.running) == seed + 1
+    requests = run.scheduler.running
+    assert [bool(r.rolling) for r in requests] == [rank < slots - 3 for rank in range(3)]
+    run.drain()
+    assert all(r.output == reference(r.prompt, 100) for r in run.requests.values())
+
+
+def test_who_lacks_pages_takes_no_private_checkpoint_away() -> None:
+    run = loop(slots=2, pages=5, budget=64)
+    holder = run.add(prompt(20), 60)
+    for _ in range(20):
+        run.step()
+    run.add(prompt(70, 1), 1)
+    assert run.step().waits == {1: "waits for pages"} and holder.rolling is not None
+    run.drain()
 
 
 def test_a_hit_counts_its_own_idle_places_as_taken() -> None:

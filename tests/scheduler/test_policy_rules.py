@@ -207,6 +207,15 @@ def test_only_a_decode_checkpoint_outlasts_prefill() -> None:
     assert not build("ours", retain=["progress"]).outlasts_prefill(8960, 1000)
 
 
+def test_a_running_state_is_handed_over_on_a_boundary_that_retention_would_roll_to() -> None:
+    prefill, answer = Prefill(1000, 1000), Prefill(1000, 1025)
+    for retain, expected in (("progress", [True, False]), ("decode", [False, True]), ("resend", [False] * 2)):
+        policy = build("ours", retain=[retain])
+        assert [policy.hands_over(960, prefill), policy.hands_over(1024, answer)] == expected
+    assert not build("ours").hands_over(0, prefill) and not build("ours").hands_over(961, prefill)
+    assert not build("ours", filing="key").hands_over(1024, Prefill(1000, 1024))
+
+
 @pytest.mark.parametrize("drafter", ["EagleModel", "DeepSeekMTPModel"])
 def test_seed_is_generic_for_a_drafter_that_declares_nothing(drafter: str) -> None:
     generic = build("generic", draft=drafter)

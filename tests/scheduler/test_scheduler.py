@@ -239,3 +239,19 @@ def test_a_commit_passes_over_what_left_since() -> None:
     assert run.scheduler.commit(plan, StepResult({0: 1})) == [] and request.output == []
     run.drain()
     assert isinstance(request, Request) and request.output == reference(prompt(4), 3)
+
+
+def test_a_step_that_was_never_committed_is_taken_back() -> None:
+    """Its forward raised after it had written: no place stays reserved, and the order of arrival is kept."""
+    run = loop()
+    requests = [run.add(prompt(50, seed), 3) for seed in range(3)]
+    run.step(), run.step()
+    for _ in range(3):
+        plan = run.schedule()
+        for chunk in plan.chunks:
+            run.forward(requests[chunk.request_id], chunk)
+    assert sum(len(r.reserved) for r in requests) == sum(len(chunk.exports) for chunk in plan.chunks)
+    assert [r.request_id for r in (*run.scheduler.running, *run.scheduler.waiting)] == [0, 1, 2]
+    run.commit(plan)
+    run.drain()
+    assert [request.output for request in requests] == [reference(r.prompt, 3) for r in requests]

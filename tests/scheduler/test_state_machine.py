@@ -92,6 +92,19 @@ class Machine(RuleBasedStateMachine):
             self.run.commit(self.in_flight)
             self.in_flight = None
 
+    @precondition(lambda self: self.in_flight is not None)
+    @rule(ran=st.integers(0, 4))
+    def crash(self, ran: int) -> None:
+        """The step under way is never committed, whatever part of its forward ran; another is planned."""
+        assert self.in_flight is not None
+        for chunk in self.in_flight.chunks[:ran]:
+            request = self.run.requests[chunk.request_id]
+            if request in self.run.scheduler.running:
+                self.run.forward(request, chunk)
+        self.in_flight = None
+        self.launch()
+        self.run.account(self.run.scheduler.running)
+
     @rule(steps=st.integers(1, 12))
     def steps(self, steps: int) -> None:
         for _ in range(steps):

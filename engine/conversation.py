@@ -22,19 +22,22 @@ class Conversation:
             raise TextError("a conversation needs the model's tokenizer.json, and there is none")
         self._tokenizer, self.templated, self._effort = tokenizer, templated, reasoning_effort
         self._messages = [{"role": "system", "content": system}] if system is not None else []
-        self._text = ""
+        self._text = self._asked = ""
 
     def ask(self, text: str) -> str:
-        """The prompt of the user's next turn."""
+        """The prompt of the user's next turn; part of the history once it is answered."""
+        self._asked = text
         if not self.templated:
-            self._text += text
-            return self._text
-        self._messages.append({"role": "user", "content": text})
-        return self._tokenizer.chat(self._messages, reasoning_effort=self._effort)
+            return self._text + text
+        messages = [*self._messages, {"role": "user", "content": text}]
+        return self._tokenizer.chat(messages, reasoning_effort=self._effort)
 
     def answered(self, result: Result) -> None:
-        """Append the answer to the history."""
+        """Append the turn and its answer to the history."""
         answer, reasoning = result.text or "", result.reasoning
-        self._text += answer
+        self._text += self._asked + answer
         message = {"role": "assistant", "content": answer}
-        self._messages.append(message if reasoning is None else message | {"reasoning_content": reasoning})
+        self._messages += [
+            {"role": "user", "content": self._asked},
+            message if reasoning is None else message | {"reasoning_content": reasoning},
+        ]

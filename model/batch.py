@@ -6,7 +6,7 @@ slot holds. Block tables are in blocks, positions and offsets in tokens, pooled 
 `physical_index` is the only conversion between them.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -43,6 +43,15 @@ class Segment:
         """The segment's rows in the batch."""
         return slice(self.row, self.row + self.num_tokens)
 
+    def part(self, begin: int, size: int, row: int) -> "Segment":
+        """Tokens `begin` .. `begin + size` - 1 of the segment as one of its own, at `row` of another batch."""
+        exports = tuple(
+            Export(export.num_tokens - begin, export.slot)
+            for export in self.exports
+            if begin < export.num_tokens <= begin + size
+        )
+        return replace(self, row=row, num_tokens=size, start=self.start + begin, exports=exports)
+
 
 @dataclass(frozen=True)
 class Batch:
@@ -63,6 +72,25 @@ class Batch:
             slots=row_index([s.slot for s in singles], device),
             fresh=torch.tensor(fresh, device=device) if any(fresh) else None,
         )
+
+    def cut(self, max_rows: int, grid: int) -> tuple["Batch", ...]:
+        """The same rows as consecutive batches of at most `max_rows`; a segment is cut at multiples of `grid` of its
+        tokens. For layers that carry a state in its slot, to which a cut is a chunk boundary."""
+        batches: list[Batch] = []
+        pieces: list[Segment] = []
+        first = row = 0
+        for segment in self.segments:
+            done = 0
+            while done < segment.num_tokens:
+                left = segment.num_tokens - done
+                size = left if left <= max_rows - row else (max_rows - row) // grid * grid
+                if size:
+                    pieces.append(segment.part(done, size, row))
+                    done, row = done + size, row + size
+                if done < segment.num_tokens:
+                    batches.append(Batch(self.token_ids[first : first + row], tuple(pieces)))
+                    pieces, first, row = [], first + row, 0
+        return (*batches, Batch(self.token_ids[first:], tuple(pieces)))
 
     @cached_property
     def multi_row_segments(self) -> tuple[Segment, ...]:

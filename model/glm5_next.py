@@ -76,7 +76,8 @@ class Glm5Next:
     ) -> None:
         self.config, self.dtype, self.device = config, dtype, device
         product = matmul_dtype(dtype, device)
-        self.embedding = tree.linear("embed_tokens").expand(product)
+        # A stack of one: rows are looked up, so each must lie in one piece.
+        self.embedding = tree.stack(["embed_tokens"]).select(0).expand(product)
         num_layers = len(config.layer_types)
         self.layers = [DecoderLayer(tree.at(f"layers.{i}"), config, i, product) for i in range(num_layers)]
         self.norm, self.eps = tree.tensor("norm.weight"), config.rms_norm_eps

@@ -8,6 +8,8 @@ column sums are 1 and row sums only nearly: count and order are part of the mode
 Everything here is float32; streams are stored in the activation dtype, rounded once per write.
 """
 
+import math
+from array import array
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +20,7 @@ from model.norms import root_mean_square
 from model.weights import WeightTree
 
 POST_MULTIPLIER = 2.0  # fixed by the architecture, not a config field
+ROW_BLOCK = 128
 
 
 @dataclass(frozen=True)
@@ -31,7 +34,19 @@ class SiteInput:
 
     def write_back(self, y: Tensor, dtype: torch.dtype) -> Tensor:
         """y [num_tokens, hidden] -> new streams [num_tokens, streams, hidden] in `dtype`."""
-        return torch.matmul(self.comb_t, self.streams).addcmul_(self.post, y.float().unsqueeze(1)).to(dtype)
+        if len(y) == 1:
+            new = torch.addmm(self.post[0] * y, self.comb_t[0], self.streams[0])
+            return new.unsqueeze(0).to(dtype)
+        out = torch.empty(self.streams.shape, dtype=dtype, device=y.device)
+        parts = (out, self.comb_t, self.streams, self.post, y.float().unsqueeze(1))
+        for new, comb_t, streams, post, own in zip(*map(row_blocks, parts), strict=True):
+            new.copy_(torch.bmm(comb_t, streams).addcmul_(post, own))
+        return out
+
+
+def row_blocks(x: Tensor) -> tuple[Tensor, ...]:
+    """x [num_tokens, ...] in blocks of rows that stay in a CPU's cache from one operation to the next."""
+    return x.split(ROW_BLOCK) if x.device.type == "cpu" else (x,)
 
 
 class HyperConnection:
@@ -48,62 +63,68 @@ class HyperConnection:
         ones = self.base.new_ones(streams)
         self.gate_factor = torch.cat([ones, POST_MULTIPLIER * ones])
         self.gate_offset = torch.cat([self.eps * ones, 0 * ones])
-        self.sums = SumMatrices.create(streams, self.eps, self.fn.device)
+        self.base_floats, self.scale_floats = self.base.tolist(), self.scale.tolist()
 
     def read(self, streams: Tensor) -> SiteInput:
         """streams [num_tokens, streams, hidden] in the activation dtype -> SiteInput."""
         n, wide = self.num_streams, streams.float()
-        flat = wide.flatten(1)
+        if len(streams) == 1 and n == 4 and streams.device.type == "cpu":
+            return self._read_one_token(wide)
+        x, gates, logits = map(torch.cat, zip(*map(self._weigh, row_blocks(wide)), strict=True))
+        comb = sinkhorn(logits, self.eps, self.iterations)
+        return SiteInput(x, gates[:, n:, None], comb.transpose(1, 2), wide)
+
+    def _weigh(self, streams: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """streams [rows, streams, hidden] float32 -> x, reading and writing weights, logits of C."""
+        n, flat = self.num_streams, streams.flatten(1)
         # A weightless RMS norm before the product is a division by one number per row after it.
         mapping = (flat @ self.fn.T).div_(root_mean_square(flat, self.rms_eps))
         mapping = torch.addcmul(self.base, mapping, self.scale)
         gates = torch.addcmul(self.gate_offset, mapping[:, : 2 * n].sigmoid(), self.gate_factor)
-        x = torch.bmm(gates[:, None, :n], wide).squeeze(1)
-        comb = sinkhorn(mapping[:, 2 * n :], self.sums, self.iterations)
-        return SiteInput(x, gates[:, n:, None], comb.transpose(1, 2), wide)
+        return torch.bmm(gates[:, None, :n], streams).squeeze(1), gates, mapping[:, 2 * n :]
+
+    def _read_one_token(self, streams: Tensor) -> SiteInput:
+        """`read` of one token and four streams, [1, 4, hidden] float32, in plain floats: a hundred tensor operations
+        on 24 numbers would take a sixth of a small model's decode step."""
+        flat = streams.flatten()
+        norm = torch.linalg.vector_norm(flat).item() * len(flat) ** -0.5
+        factor = 1 / math.hypot(norm, self.rms_eps**0.5)
+        products = torch.mv(self.fn, flat).tolist()
+        mapping = [
+            base + product * factor * scale
+            for base, product, scale in zip(self.base_floats, products, self.scale_floats, strict=True)
+        ]
+        gates = [0.5 + 0.5 * math.tanh(0.5 * value) for value in mapping[:8]]  # sigmoids that can't overflow
+        reading = [gate + self.eps for gate in gates[:4]]
+        writing = [POST_MULTIPLIER * gate for gate in gates[4:]]
+        comb = sinkhorn_floats(mapping[8:], self.eps, self.iterations)
+        buffer = array("f", [*reading, *writing, *comb])
+        numbers = torch.frombuffer(buffer, dtype=torch.float32).view(6, 1, 4, 1)
+        x = torch.mm(numbers[0].view(1, 4), streams[0])
+        return SiteInput(x, numbers[1], numbers[2:].view(1, 4, 4).transpose(1, 2), streams)
 
 
-@dataclass(frozen=True)
-class SumMatrices:
-    """Matrices that turn a flat C with a 1 appended, [.., n*n + 1], into its broadcast row or column sums plus
-    `hc_eps` in one product: [n*n + 1, n*n], zeros and ones above a row of eps."""
-
-    rows: Tensor
-    columns: Tensor
-    eps: float
-
-    @classmethod
-    def create(cls, n: int, eps: float, device: torch.device) -> "SumMatrices":
-        eye, ones = torch.eye(n, device=device), torch.ones(n, n, device=device)
-        eps_row = torch.full((1, n * n), eps, device=device)
-        return cls(
-            torch.cat([torch.kron(eye, ones), eps_row]), torch.cat([torch.kron(ones, eye), eps_row]), eps
-        )
-
-
-def sinkhorn(logits: Tensor, sums: SumMatrices, iterations: int) -> Tensor:
+def sinkhorn(logits: Tensor, eps: float, iterations: int) -> Tensor:
     """logits [num_tokens, n*n] float32, row-major [source, target] -> C [num_tokens, n, n] float32.
 
     Softmax over targets plus eps, one column normalisation, then `iterations` - 1 times rows and columns.
     """
-    num_tokens, n = len(logits), round(logits.shape[1] ** 0.5)
-    if num_tokens == 1 and n == 4 and logits.device.type == "cpu":
-        return _sinkhorn_one_token(logits, sums.eps, iterations)
-    with_one = torch.ones(num_tokens, n * n + 1, device=logits.device)
-    comb, total = with_one[:, : n * n], torch.empty_like(logits)
-    torch.add(logits.reshape(-1, n, n).softmax(-1).flatten(1), sums.eps, out=comb)
-    comb.div_(torch.mm(with_one, sums.columns, out=total))
+    n = round(logits.shape[1] ** 0.5)
+    # [source, target, num_tokens]: tokens last, so that every operation runs along them.
+    comb = logits.T.reshape(n, n, -1).softmax(1).add_(eps)
+    comb.div_(comb.sum(0, keepdim=True).add_(eps))
     for _ in range(iterations - 1):
-        comb.div_(torch.mm(with_one, sums.rows, out=total))
-        comb.div_(torch.mm(with_one, sums.columns, out=total))
-    return comb.reshape(num_tokens, n, n)
+        comb.div_(comb.sum(1, keepdim=True).add_(eps))
+        comb.div_(comb.sum(0, keepdim=True).add_(eps))
+    return comb.permute(2, 0, 1).contiguous()
 
 
-def _sinkhorn_one_token(logits: Tensor, eps: float, iterations: int) -> Tensor:
-    """`sinkhorn` of one token and four streams in plain floats: 78 tensor operations on 16 numbers would take a
-    tenth of a small model's decode step. c_ij is `c{i}{j}`, source i, target j."""
-    rows = logits.view(4, 4).softmax(-1).add_(eps).tolist()
-    (c00, c01, c02, c03), (c10, c11, c12, c13), (c20, c21, c22, c23), (c30, c31, c32, c33) = rows
+def sinkhorn_floats(logits: list[float], eps: float, iterations: int) -> list[float]:
+    """`sinkhorn` of one token and four streams: 16 logits -> 16 numbers. c_ij is `c{i}{j}`, source i, target j."""
+    c00, c01, c02, c03 = _softmax_floats(eps, *logits[:4])
+    c10, c11, c12, c13 = _softmax_floats(eps, *logits[4:8])
+    c20, c21, c22, c23 = _softmax_floats(eps, *logits[8:12])
+    c30, c31, c32, c33 = _softmax_floats(eps, *logits[12:])
     for step in range(iterations):
         if step:
             r0, r1 = 1 / (c00 + c01 + c02 + c03 + eps), 1 / (c10 + c11 + c12 + c13 + eps)
@@ -118,6 +139,11 @@ def _sinkhorn_one_token(logits: Tensor, eps: float, iterations: int) -> Tensor:
         c10, c11, c12, c13 = c10 * r0, c11 * r1, c12 * r2, c13 * r3
         c20, c21, c22, c23 = c20 * r0, c21 * r1, c22 * r2, c23 * r3
         c30, c31, c32, c33 = c30 * r0, c31 * r1, c32 * r2, c33 * r3
-    return torch.tensor(
-        [[[c00, c01, c02, c03], [c10, c11, c12, c13], [c20, c21, c22, c23], [c30, c31, c32, c33]]]
-    )
+    return [c00, c01, c02, c03, c10, c11, c12, c13, c20, c21, c22, c23, c30, c31, c32, c33]
+
+
+def _softmax_floats(eps: float, a: float, b: float, c: float, d: float) -> tuple[float, float, float, float]:
+    top = max(a, b, c, d)
+    a, b, c, d = math.exp(a - top), math.exp(b - top), math.exp(c - top), math.exp(d - top)
+    factor = 1 / (a + b + c + d)
+    return a * factor + eps, b * factor + eps, c * factor + eps, d * factor + eps

@@ -26,6 +26,7 @@ from model.weights import WeightTree
 
 # Inside a chunk exp(G_i - G_j) is computed as exp(G_i) * exp(-G_j): 16 tokens x 5 = 80 < 88 = ln(float32 max).
 CHUNK_TOKENS = 16
+ROW_BLOCK = 256  # rows at a time, so that a CPU's cache holds what lies between two operations
 # What the forward below can do for a checkpoint policy: any number of states, at multiples of a chunk from the start
 # of a segment, and a segment may end anywhere.
 EXPORT_GRID_TOKENS = CHUNK_TOKENS
@@ -84,6 +85,13 @@ class Kda:
 
     def forward(self, x: Tensor, batch: Batch, state: KdaState) -> Tensor:
         """Advance every segment's slot by its tokens; write the exports that segments ask for."""
+        if len(x) <= ROW_BLOCK or x.device.type != "cpu":
+            return self._forward(x, batch, state)
+        parts = batch.cut(ROW_BLOCK, CHUNK_TOKENS)
+        rows = x.split([len(part.token_ids) for part in parts])
+        return torch.cat([self._forward(*pair, state) for pair in zip(rows, parts, strict=True)])
+
+    def _forward(self, x: Tensor, batch: Batch, state: KdaState) -> Tensor:
         f_a, g_a, b = self.gates_proj(x).split(self.gate_widths, dim=1)
         # Rounded before use, so that a row means the same inside a chunk and carried across a boundary.
         qkv = self.qkv_proj(x).to(state.conv.dtype)
@@ -91,7 +99,8 @@ class Kda:
         parts, singles = [], batch.single_rows
         if singles is not None:
             carried = singles.carried(state.matrix).float()
-            stepped, state.matrix[singles.slots] = recurrence_step(inputs.rows(singles.rows), carried)
+            stepped, after = recurrence_step(inputs.rows(singles.rows), carried)
+            state.matrix[singles.slots] = after.to(state.matrix.dtype)
             parts.append((singles.rows, stepped))
         for segment in batch.multi_row_segments:
             parts.append((segment.rows, self._run_segment(inputs.rows(segment.rows), segment, state)))

@@ -30,7 +30,7 @@ class Mlp:
     """Dense MLP, and the shared expert: x [num_tokens, hidden] -> [num_tokens, hidden]."""
 
     def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype) -> None:
-        self.gate_up = tree.stack(["gate_proj", "up_proj"])  # [2, intermediate, hidden]
+        self.gate_up = tree.pair("gate_proj", "up_proj")
         self.down, self.limit, self.dtype = tree.linear("down_proj"), config.swiglu_limit, dtype
 
     def forward(self, x: Tensor) -> Tensor:
@@ -38,8 +38,8 @@ class Mlp:
 
 
 def swiglu_mlp(x: Tensor, gate_up: Weight, down: Weight, limit: float) -> Tensor:
-    """x [rows, hidden], gate_up [2, intermediate, hidden], down [hidden, intermediate] -> [rows, hidden]."""
-    gate, up = functional.linear(x, gate_up.expand(x.dtype).flatten(0, 1)).chunk(2, dim=-1)
+    """x [rows, hidden], gate_up [2 (x) intermediate, hidden], down [hidden, intermediate] -> [rows, hidden]."""
+    gate, up = functional.linear(x, gate_up.expand(x.dtype).flatten(0, -2)).chunk(2, dim=-1)
     return functional.linear(clamped_swiglu(gate, up, limit), down.expand(x.dtype))
 
 

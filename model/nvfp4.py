@@ -59,11 +59,19 @@ def dequantize(codes: Tensor, block_scale: Tensor, tensor_scale: Tensor) -> Tens
     """
     pairs = _pair_table(codes.device).index_select(0, codes.flatten().int())
     values = pairs.view(torch.float32).view(*block_scale.shape, BLOCK)
-    scale = block_scale.float() * tensor_scale[..., None, None]
+    scale_bytes = block_scale.view(torch.uint8).flatten().int()
+    scale = _e4m3_table(codes.device).index_select(0, scale_bytes).view(block_scale.shape)
+    scale = scale * tensor_scale[..., None, None]
     return values.mul_(scale[..., None]).flatten(-2)
 
 
-# A table look-up: on a CPU several times faster than arithmetic on the bits.
+# Table look-ups: on a CPU several times faster than arithmetic on the bits.
+@functools.cache
+def _e4m3_table(device: torch.device) -> Tensor:
+    """float32 [256]: the value of each e4m3 byte."""
+    return torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float().to(device)
+
+
 @functools.cache
 def _pair_table(device: torch.device) -> Tensor:
     """int64 [256]: per byte the float32 pair (low nibble, high nibble), moved as one word."""

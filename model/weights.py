@@ -66,14 +66,21 @@ class WeightTree:
 
     def linear(self, name: str) -> Weight:
         """A matrix [out, in] without `.weight`, e.g. "q_a_proj", in the format of the file."""
-        return self.stack([name]).select(0)
+        return self.fused([name]) if self._get(name).format == "plain" else self.stack([name]).select(0)
+
+    def pair(self, first: str, second: str) -> Weight:
+        """Two matrices of one shape and input: plain ones as [2 * out, in], others as a stack [2, out, in]."""
+        plain = self._get(first).format == "plain"
+        return self.fused([first, second]) if plain else self.stack([first, second])
 
     def fused(self, names: Sequence[str]) -> PlainWeight:
         """Output rows of several Linears of one input, concatenated in order: [sum of out, in]; quantised ones,
         which no known checkpoint has here, are expanded."""
         parameters = [self._get(name) for name in names]
         rows = [parameter.spec.shape[0] for parameter in parameters]
-        tensor = self._empty((sum(rows), parameters[0].spec.shape[1]))
+        out, width = sum(rows), parameters[0].spec.shape[1]
+        # A product with one row reads a wide matrix about twice as fast on a CPU if its outputs lie side by side.
+        tensor = self._empty((width, out)).T if out > width else self._empty((out, width))
         for name, parameter, destination in zip(names, parameters, torch.split(tensor, rows), strict=True):
             if parameter.format == "plain":
                 self._fill(parameter, [destination])

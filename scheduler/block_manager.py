@@ -5,8 +5,10 @@ pages, draft pages, recurrent slots (one slot = all KDA layers of one state), co
 state). Nothing pads one kind to another, and states may be evicted without their pages and the reverse.
 
 A slot's life: free -> held (running, or reserved for an export) -> published -> idle -> free. A held slot has no key,
-so nobody can find it; a keyed slot is never written. A hit references the checkpoint until its copy is made. Reserving
-is all or nothing. What to keep, and how far a hit reaches, is the policy's decision, never this file's.
+so nobody can find it; a keyed slot is never written. A hit references the checkpoint until its copy is made. A running
+slot is published only by a request that leaves on a boundary, which then never writes it again. Places are counted
+before any is taken: taking is all or nothing, and what fails evicts nobody and leaves every age as it was.
+What to keep, and how far a hit reaches, is the policy's decision, never this file's.
 """
 
 from collections.abc import Iterable, Iterator
@@ -25,7 +27,9 @@ class BlockManager:
         self.groups = [Pool(num_blocks) for _ in range(1 + policy.drafting)]
         self.slots = Pool(num_slots)
         self.companions = Pool(num_slots) if policy.drafting else None
-        self._tags: dict[int, int] = {}  # filing `tag`: draft page -> the token after its block
+        self._state_pools = [self.slots] if self.companions is None else [self.slots, self.companions]
+        self._tagged = policy.filing == "tag" and policy.drafting
+        self._tags: dict[int | None, int] = {}  # filing `tag`: draft page -> the token after its block
 
     def blocks_for(self, num_tokens: int) -> int:
         """Blocks that hold `num_tokens` tokens."""
@@ -35,12 +39,11 @@ class BlockManager:
         """What the request may skip, by what is published now. Takes no reference."""
         if not self.policy.retain:
             return Reuse(0, 0)
-        keys, matched = self._keys(request), 0
-        finders = [group.find for group in self.groups]
-        for key in keys:
-            if any(find(key) is None for find in finders) or not self._tag_matches(request, key, matched):
-                break
-            matched += self.block_size
+        keys = self._keys(request)
+        matched = min(group.num_found(keys) for group in self.groups)
+        if self._tagged:
+            matched = self._num_tags_matched(request, keys, matched)
+        matched *= self.block_size
         return self.policy.reuse(request.num_known_tokens, matched, self._states(keys, matched))
 
     def checkpoints(self, request: Request) -> list[int]:
@@ -48,54 +51,74 @@ class BlockManager:
         keys = self._keys(request)
         return sorted(self._states(keys, len(keys) * self.block_size))
 
-    def _tag_matches(self, request: Request, key: bytes, start: int) -> bool:
-        """Filing `tag`: whether the draft page's last row was made with this request's next token."""
-        if self.policy.filing != "tag" or not self.policy.drafting:
-            return True
-        page = self.groups[-1].find(key)
-        return page is not None and self._tags.get(page) == _token(request, start + self.block_size)
+    def _num_tags_matched(self, request: Request, keys: KeyChain, matched: int) -> int:
+        """Filing `tag`: the blocks before the first whose last draft row was made with another token than ours."""
+        pages = map(self.groups[-1].find, keys.between(0, matched * self.block_size))
+        for block, page in enumerate(pages):
+            if self._tags.get(page) != request.token((block + 1) * self.block_size):
+                return block
+        return matched
 
     def _states(self, keys: KeyChain, matched: int) -> Iterator[int]:
         """Boundaries up to `matched` with a complete checkpoint, deepest first."""
-        for position in range(matched, 0, -self.block_size):
-            key = keys.at(position)
-            complete = self.companions is None or self.companions.find(key) is not None
-            if complete and self.slots.find(key) is not None:
-                yield position
+        return (m for m in range(matched, 0, -self.block_size) if self._complete(keys.at(m)))
+
+    def _complete(self, key: bytes) -> bool:
+        return all(pool.find(key) is not None for pool in self._state_pools)
+
+    def spare(self, request: Request, reuse: Reuse | None = None) -> tuple[int, int]:
+        """(checkpoints, pages of every group) that the request could take; with `reuse`, after being admitted with
+        it. Fewer than 0 checkpoints: it can't be admitted."""
+        if reuse is None:
+            return self._spare_states(None), min([group.num_available for group in self.groups])
+        shared = zip(self.groups, self._shared(request, reuse), strict=True)
+        pages = min(group.num_available - group.num_idle(table) for group, table in shared)
+        return self._spare_states(self._reused(request, reuse)) - 1, pages
+
+    def _spare_states(self, reused: Checkpoint | None) -> int:
+        """Checkpoints that could be taken while `reused` is being read."""
+        if reused is None:
+            return min([pool.num_available for pool in self._state_pools])
+        places = zip(self._state_pools, _places(reused), strict=True)
+        return min(pool.num_available - pool.num_idle([place]) for pool, place in places)
+
+    def _reused(self, request: Request, reuse: Reuse) -> Checkpoint | None:
+        if not reuse.state_at:
+            return None
+        key = self._keys(request).at(reuse.state_at)
+        return self._checkpoint(reuse.state_at, [_taken(pool.find(key)) for pool in self._state_pools])
+
+    def _shared(self, request: Request, reuse: Reuse) -> list[list[int]]:
+        """Published pages of the tokens below `attention_to`, by group."""
+        keys = self._keys(request).between(0, reuse.attention_to) if reuse.attention_to else []
+        return [[_taken(group.find(key)) for key in keys] for group in self.groups]
 
     def admit(self, request: Request, reuse: Reuse) -> bool:
         """Give a request its running slot and references to what it reuses, or nothing at all."""
-        checkpoint, key = None, None
-        if reuse.state_at:
-            key = self._keys(request).at(reuse.state_at)
-            slot = self.slots.find(key)
-            assert slot is not None
-            checkpoint = Checkpoint(
-                reuse.state_at, slot, self.companions.find(key) if self.companions else None
-            )
-            self._acquire(checkpoint)  # first, so that the running slot does not evict it
-        running = self._reserve(request.num_computed_tokens)
-        if running is None:
-            self._release(checkpoint)
+        reused = self._reused(request, reuse)
+        if self._spare_states(reused) < 1:
             return False
-        request.restored, request.recurrent_slot, request.companion_slot = (
-            checkpoint,
-            running.slot,
-            running.companion,
-        )
-        shared = [
-            self._keys(request).at(p) for p in range(self.block_size, reuse.attention_to + 1, self.block_size)
-        ]
-        request.tables = [[self._share(group, key) for key in shared] for group in self.groups]
+        if reused is not None:
+            for pool, place in zip(self._state_pools, _places(reused), strict=True):
+                pool.acquire(place)  # first, so that the running slot does not evict it
+        running = self._reserve(reuse.state_at)
+        request.restored = reused
+        request.recurrent_slot, request.companion_slot = running.slot, running.companion
+        request.tables = self._shared(request, reuse)
+        for group, table in zip(self.groups, request.tables, strict=True):
+            for page in table:
+                group.acquire(page)
         request.num_computed_tokens = max(reuse.state_at, request.num_external_tokens)
         request.write_from = reuse.attention_to
-        request.num_published_blocks = len(shared)
-        request.junctions = (reuse.attention_to,) if reuse.attention_to > reuse.state_at else ()
+        request.num_published_blocks = reuse.attention_to // self.block_size
+        request.junctions = junctions_of(reuse)
         return True
 
     def grow(self, request: Request, end: int) -> list[list[int]] | None:
         """Pages for tokens up to `end`: the new ones by group, or None (and nothing taken) if there are too few."""
         missing = self.blocks_for(end) - len(request.tables[0])
+        if missing <= 0:
+            return [[] for _ in self.groups]
         if any(group.num_available < missing for group in self.groups):
             return None
         added = [[_taken(group.allocate()) for _ in range(missing)] for group in self.groups]
@@ -105,28 +128,24 @@ class BlockManager:
 
     def reserve_checkpoint(self, request: Request, position: int) -> bool:
         """A slot (and companion) for the state at `position`, to be written by the next forward."""
-        checkpoint = self._reserve(position)
-        if checkpoint is not None:
-            request.reserved.append(checkpoint)
-        return checkpoint is not None
-
-    def cancel_reserved(self, request: Request) -> None:
-        """Give back what `reserve_checkpoint` took for a forward that will not run."""
-        for reserved in request.reserved:
-            self._release(reserved)
-        request.reserved = []
+        if self._spare_states(None) < 1:
+            return False
+        request.reserved.append(self._reserve(position))
+        return True
 
     def commit(self, request: Request, publishes: Iterable[int], rolling: int | None) -> None:
         """After the forward: publish full pages and the states at `publishes`; keep the one at `rolling` privately."""
         self._release(request.restored)
         request.restored = None
         self._publish_pages(request)
+        if not request.reserved:
+            return
         for checkpoint in request.reserved:
             if checkpoint.position == rolling:
                 self._release(request.rolling)
                 request.rolling = checkpoint
             else:
-                self._publish(request, checkpoint, checkpoint.position in publishes)
+                self._give_up(request, checkpoint, checkpoint.position in publishes)
         request.reserved = []
 
     def end_prefill(self, request: Request) -> None:
@@ -136,30 +155,33 @@ class BlockManager:
             self._release(rolling)
             request.rolling = None
 
-    def leave(self, request: Request) -> None:
-        """The request finishes, is preempted or cancelled: publish its rolling checkpoint and verified full pages,
-        drop everything else. Legal between any two steps, and twice."""
+    def leave(self, request: Request, *, in_flight: bool = False) -> None:
+        """The request finishes, is preempted or cancelled: publish its newest private checkpoint and verified full
+        pages, drop everything else. Legal at any moment, and twice. `in_flight`: a forward was launched and not
+        committed; it publishes nothing, and what it left in the running slot is nobody's."""
         if request.recurrent_slot is None:
             return
-        self.cancel_reserved(request)  # a forward that was never committed publishes nothing
-        self._release(request.restored)
+        for checkpoint in (*request.reserved, request.restored):
+            self._release(checkpoint)
         self._publish_pages(request)
+        running = Checkpoint(request.num_computed_tokens, request.recurrent_slot, request.companion_slot)
         if request.rolling is not None:
-            self._publish(request, request.rolling, True)
-        self._release(Checkpoint(0, request.recurrent_slot, request.companion_slot))
+            self._give_up(request, request.rolling, True)
+        self._give_up(request, running, not in_flight and self._hands_over(request))
         for group, table in zip(self.groups, request.tables, strict=True):
             for page in reversed(table):  # suffixes age before prefixes
                 group.release(page)
-        request.tables, request.restored, request.rolling = [], None, None
+        request.tables, request.reserved, request.restored, request.rolling = [], [], None, None
         request.recurrent_slot = request.companion_slot = None
         request.num_computed_tokens = request.num_published_blocks = request.write_from = 0
 
     def reset_cache(self, running: Iterable[Request]) -> None:
-        """Forget everything published and every rolling checkpoint. Running requests keep what they compute with."""
+        """Forget everything published and every rolling checkpoint. Running requests keep what they compute with, and
+        publish their pages again."""
         for request in running:
             self._release(request.rolling)
-            request.rolling = None
-        for pool in self._pools():
+            request.rolling, request.num_published_blocks = None, 0
+        for pool in (*self.groups, *self._state_pools):
             pool.evict_all()
 
     def check(self, running: Iterable[Request]) -> None:
@@ -169,68 +191,63 @@ class BlockManager:
             group.check(page for request in requests for page in request.tables[index])
         held = [c for r in requests for c in (*r.reserved, r.rolling, r.restored) if c is not None]
         held += [Checkpoint(0, _taken(r.recurrent_slot), r.companion_slot) for r in requests]
-        self.slots.check(checkpoint.slot for checkpoint in held)
-        if self.companions is not None:
-            self.companions.check(_taken(checkpoint.companion) for checkpoint in held)
+        places = [_places(checkpoint) for checkpoint in held]
+        assert all(len(kinds) == len(self._state_pools) for kinds in places), "a state without its companion"
+        for index, pool in enumerate(self._state_pools):
+            pool.check(kinds[index] for kinds in places)
         for request in requests:
             assert request.recurrent_slot is not None and not self.slots.is_keyed(request.recurrent_slot)
-            if self.policy.retain:
-                keys, written = self._keys(request), request.write_from // self.block_size
-                covered = zip(self.groups, request.tables, strict=True)
-                assert all(len(table) <= group.size for group, table in covered) and written <= len(keys)
+            assert request.write_from <= self.block_size * min(map(len, request.tables))
 
     def _publish_pages(self, request: Request) -> None:
-        if not self.policy.retain:
+        if (
+            request.num_computed_tokens // self.block_size <= request.num_published_blocks
+            or not self.policy.retain
+        ):
             return
-        known = (
-            self.policy.publishable(request.num_computed_tokens, request.num_known_tokens) // self.block_size
-        )
-        if known <= request.num_published_blocks:
+        verified = self.policy.publishable(request.num_computed_tokens, request.num_known_tokens)
+        first, last = request.num_published_blocks, verified // self.block_size
+        if last <= first:
             return
-        keys = self._keys(request)
-        for block in range(request.num_published_blocks, known):
-            key = keys.at((block + 1) * self.block_size)
-            for group, table in zip(self.groups, request.tables, strict=True):
-                group.publish(table[block], key)
-            if (
-                self.policy.filing == "tag"
-                and self.policy.drafting
-                and self.groups[-1].find(key) == request.tables[-1][block]
-            ):
-                self._tags[request.tables[-1][block]] = _token(request, (block + 1) * self.block_size)
-        request.num_published_blocks = known
+        keys = self._keys(request).between(first * self.block_size, verified)
+        for group, table in zip(self.groups, request.tables, strict=True):
+            for block, key in enumerate(keys, start=first):
+                kept = group.publish(table[block], key)
+                if kept and self._tagged and group is self.groups[-1]:
+                    self._tags[table[block]] = request.token((block + 1) * self.block_size)
+        request.num_published_blocks = last
 
-    def _publish(self, request: Request, checkpoint: Checkpoint, findable: bool) -> None:
-        """Give up a held checkpoint, findable from now on or not."""
-        if findable:
+    def _hands_over(self, request: Request) -> bool:
+        """Whether the running state itself is the newest checkpoint that retention promises when a request leaves."""
+        position = request.num_computed_tokens
+        promised = ("decode" if request.decodes else "progress") in self.policy.retain
+        copyable = self.slots.size > 1  # a hit reads one slot and writes another
+        if not (promised and copyable and position and self._key_known(request, position)):
+            return False
+        return not self._complete(self._keys(request).at(position))
+
+    def _key_known(self, request: Request, position: int) -> bool:
+        return self.policy.publishable(position, request.num_known_tokens) == position
+
+    def _give_up(self, request: Request, checkpoint: Checkpoint, findable: bool) -> None:
+        """Release a held checkpoint, findable from now on or not."""
+        if findable and self._key_known(request, checkpoint.position):
             key = self._keys(request).at(checkpoint.position)
-            self.slots.publish(checkpoint.slot, key)
-            if self.companions is not None:
-                self.companions.publish(_taken(checkpoint.companion), key)
+            for pool, place in zip(self._state_pools, _places(checkpoint), strict=True):
+                pool.publish(place, key)
         self._release(checkpoint)
 
-    def _reserve(self, position: int) -> Checkpoint | None:
-        pools = [pool for pool in (self.slots, self.companions) if pool is not None]
-        if any(not pool.num_available for pool in pools):
-            return None
-        places = [_taken(pool.allocate()) for pool in pools]
-        return Checkpoint(position, places[0], places[1] if len(places) > 1 else None)
-
-    def _acquire(self, checkpoint: Checkpoint) -> None:
-        self.slots.acquire(checkpoint.slot)
-        if self.companions is not None:
-            self.companions.acquire(_taken(checkpoint.companion))
+    def _reserve(self, position: int) -> Checkpoint:
+        return self._checkpoint(position, [_taken(pool.allocate()) for pool in self._state_pools])
 
     def _release(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None:
-            self.slots.release(checkpoint.slot)
-            if self.companions is not None:
-                self.companions.release(_taken(checkpoint.companion))
+            for pool, place in zip(self._state_pools, _places(checkpoint), strict=True):
+                pool.release(place)
 
-    def _share(self, group: Pool, key: bytes) -> int:
-        page = _taken(group.find(key))
-        group.acquire(page)
-        return page
+    @staticmethod
+    def _checkpoint(position: int, places: list[int]) -> Checkpoint:
+        return Checkpoint(position, places[0], places[1] if len(places) > 1 else None)
 
     def _keys(self, request: Request) -> KeyChain:
         if request.keys is None:
@@ -238,13 +255,15 @@ class BlockManager:
         request.keys.extend(request.prompt, request.output)
         return request.keys
 
-    def _pools(self) -> list[Pool]:
-        return [pool for pool in (*self.groups, self.slots, self.companions) if pool is not None]
+
+def junctions_of(reuse: Reuse) -> tuple[int, ...]:
+    """Where a lookup found pages and no state: somebody shared the prompt that far."""
+    return (reuse.attention_to,) if reuse.attention_to > reuse.state_at else ()
 
 
-def _token(request: Request, position: int) -> int:
-    split = len(request.prompt)
-    return request.prompt[position] if position < split else request.output[position - split]
+def _places(checkpoint: Checkpoint) -> list[int]:
+    """Slot, and companion if there is one: in the order of the pools of states."""
+    return [place for place in checkpoint[1:] if place is not None]
 
 
 def _taken(place: int | None) -> int:

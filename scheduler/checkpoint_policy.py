@@ -1,55 +1,68 @@
 """When a recurrent state is kept, exported, published and reused, under chunked prefill with speculation.
 
-**The problem.** A prefix cache for attention is easy: if tokens 0..m-1 are cached, so is every shorter prefix.
-A KDA layer instead carries one matrix, overwritten token by token. `state@m`, the state after exactly m tokens,
-says nothing about any other position, so a prefix of m tokens can be reused only if somebody kept `state@m`: a
-*checkpoint*. States are large (about 5,500 tokens of an FP8 attention cache), so they are kept at few
-positions, all multiples of the block size B: *boundaries*.
+**The problem.** A prefix cache for attention is easy: if tokens 0..m-1 are cached, so is every shorter prefix. A KDA
+layer instead carries one matrix, overwritten token by token: m tokens can be reused only if somebody kept `state@m`,
+the state after exactly m tokens, as a *checkpoint*. One weighs as much as about 5,500 tokens of FP8 attention cache, so
+few are kept, all at *boundaries*, multiples of the block size B. floor(x) is the largest boundary not above x.
 
-**Words.** A forward runs a *chunk*, tokens start .. end - 1, and leaves the state at its end. A kernel that can
-*export* also hands out states at boundaries inside. A state that is kept is a *checkpoint*; it is *published*
-when a lookup of another request may find it, in the commit after the forward that wrote it. P is the prompt's
-length, N the number of known tokens (more than P when a preempted request replays its output), and prefill ends
-at `finish` = max(P, N - 1). floor(x) is the largest boundary not above x.
+**Words.** P is the prompt's length, N the number of known tokens (more than P when a preempted request replays its
+output); prefill ends at `finish` = max(P, N - 1). A forward runs a *chunk*, tokens start .. end - 1, and leaves the
+state at its end; a kernel that can *export* also hands out states inside. A checkpoint is *published* when other
+requests may find it, from its forward's commit on; *rolling* when it is private, replaced by the next one, and
+published only if its request leaves (finished, preempted or cancelled).
 
-**A policy is three values**; `PRESETS` names combinations.
+**A policy is three values.** *Retention*: which boundaries above 0 deserve a slot.
 
-1. *Retention*: which boundaries deserve a slot.
+| value | boundary | becomes |
+|---|---|---|
+| `resend` | floor(P - 1) - dropped: where the same prompt, sent again, looks (its last token always runs) | published |
+| `extend` | floor(P - ahead) - dropped: where a longer prompt that begins with this one looks | published |
+| `junction` | `attention_to` of the request's own lookup, if above its `state_at` (both defined below) | published |
+| `progress` | floor(end) of a chunk that does not finish prefill | rolling, dropped when prefill is complete |
+| `decode` | floor(verified tokens) above P; also floor(end) of the chunk that ends a replay | rolling |
+| `chunk-ends` | ends on a boundary, in decode every boundary; without export also floor(N) - dropped | published |
+| `crossed`, `all` | floor(end) of every prefill chunk; every boundary | published |
 
-   | value | boundary |
-   |---|---|
-   | `resend` | floor(P - 1) - dropped: where the same prompt, sent again, looks (its last token is always run) |
-   | `extend` | floor(P - ahead) - dropped: where a longer prompt that begins with this one looks |
-   | `junction` | the end of the attention match of this request's own lookup, if no state was there |
-   | `progress` | floor(end) of a chunk that does not finish prefill; rolling, dropped when prefill completes |
-   | `decode` | the newest boundary above the prompt that verified tokens reached; rolling |
-   | `chunk-ends` | every chunk end on a boundary; if the kernel cannot export also the stop floor(N) - dropped |
-   | `crossed` | floor(end) of every chunk, by export unless the chunk ends there |
-   | `all` | every boundary |
+*Capability*: how many states a forward exports (0, 1, many; each a multiple of 16 from the chunk's start), and whether
+a chunk that does not finish prefill may end inside a block (*free* ends, else *floored*). A preset may use less.
 
-   A *rolling* checkpoint is private and replaced by the next one; it is published when its request leaves (finished,
-   preempted or cancelled).
+*Filing* of draft rows. The draft layer pairs the hidden state of token p-1 with token p. Filed under the token
+(`token`), a row depends on no token above its own slot: *what is cached under a key is a function of the tokens the key
+covers*. That is the law, and why draft rows stand in the way of no hit. Filed under the hidden state's position, a
+block's last row depends on a token outside: a lookup gives up its last matching block (`drop`: dropped = B), keys cover
+one token more (`key`: ahead = 1), draft pages record that token (`tag`: ahead = 1), or nothing is done (`off`, to
+measure the cost). Else, and always without a drafter, dropped = ahead = 0.
 
-2. *Capability*, what the kernel can do and the preset uses, the smaller of the two: how many states a forward exports
-   (0, 1, many; each a multiple of 16 from the chunk's start), and whether a chunk that does not finish prefill may end
-   inside a block.
+**Where does a chunk end?** As far as the budget reaches, N at most; then, in this order:
+1. Short of `finish`, the end (not the length) is rounded down to a multiple of the unit: B for floored ends, 16 for
+   free ones (1 if nothing is retained). If no token remains, the request waits for a step with more room, unless the
+   unit is wider than any step's room: then the end stays as it was, and the block is crossed in pieces.
+2. If ends are floored and the chunk starts inside a block, it ends at the next boundary at the latest.
+3. The lowest retained boundary inside that cannot be exported becomes the end. It costs a forward.
 
-3. *Filing* of draft rows. The draft layer pairs the hidden state of token p-1 with token p. Filed under the token
-   (`token`), a row depends only on tokens up to its own slot: *what is cached under a key is a function of the
-   tokens the key covers*. That is the law, and why the draft layer's cache does not stand in the way of any hit.
-   Filed under the hidden state's position, a block's last row depends on a token outside of the block, and a
-   guard is needed: `drop` (a lookup gives up its last matching block: `dropped` = B), `key` (keys cover one more
-   token: `ahead` = 1), `tag` (draft pages record that token: `ahead` = 1), or `off` (measure what it costs).
+**What becomes of the states?** All retained boundaries strictly inside are exported; the end's state is there anyway.
+At commit each becomes what the table says; published, if both. In a replay public presets export or end at the `resend`
+of N but publish that of P: an export may become neither, and is freed.
 
-**The chunk end is derived, not chosen**: as far as the budget allows (rounded down to a multiple of 16, or of B if a
-chunk may not end inside a block, unless it finishes prefill), such that every retained boundary inside the chunk is
-exported, or is its end. A boundary that is wanted and cannot be exported costs a forward.
+**What may a lookup skip?** If A of a request's n tokens match pages, `attention_to` = floor(min(n - 1, A)) - dropped,
+and `state_at` is the deepest checkpoint not above it, else 0. The request continues as after a chunk that ended at
+`state_at`; up to `attention_to` it reads the shared pages and writes none.
 
-**A hit, a chunk boundary and a resume are one operation**: restore `state@m`, continue as after a chunk that ended
-at m. Example, P = 32,320, budget 4,096, cold: seven chunks of 4,096 reach 28,672. `generic` (no export, B 512) stops
-at 31,744 = floor(P) - 512 and needs a ninth forward for the tail; a resend hits 31,744. (If B divides P, that stop
-lies a block above where a resend looks, which then misses it.) `ours` (any export, B 64)
-takes the 3,648 tokens at once, exports 32,256 = floor(P - 1) on the way and ends on 32,320 = floor(P).
+**The presets**, for a cold prompt with a drafter; F = floor(P), R = floor(P - 1):
+
+| preset | B | ends | stops inside | exports, if inside | publishes | a resend hits |
+|---|---|---|---|---|---|---|
+| `generic` | 512 | floored | F - B | nothing | all ends on boundaries | the deepest of these not above R - B |
+| `seed` | 512 | floored | none | F | all ends on boundaries, F | the deepest of these not above R - B |
+| `vllm-0.33` | 512 | floored | none | R | R | R |
+| `ours` | 64 | free | none | R, F, floor(end) | R, F; floor(end) is rolling | R |
+| `none` | 64 | free | none | nothing | nothing | 0 |
+
+`vllm-0.33` exports only in the chunk that finishes, and no junction: it ends a chunk. `seed` is `generic` on a kernel
+without export or with a drafter other than `Glm5NextMTPModel`. P = 32,320, budget 4,096: seven chunks of 4,096 reach 28,672.
+`generic` stops at 31,744 = F - 512, where a resend looks, and needs a ninth forward. `seed` runs to the end and exports
+32,256, which a resend may not use: it hits 28,672. `ours` exports 32,256 on the way to 32,320, and a resend hits it.
+P = 5,000, B 2,304, budget 1,024: floored chunks end at 1,024, 2,048, 2,304, 3,328, 4,352, 4,608 and 5,000.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -60,8 +73,7 @@ Retention = Literal["resend", "extend", "junction", "progress", "decode", "chunk
 Filing = Literal["token", "drop", "key", "tag", "off"]
 
 MANY = 1 << 30  # exports of a kernel without a limit
-# The architecture whose draft layer keeps attention-only state of its own, pointwise in (hidden, token).
-DECLARED_DRAFT_ARCHITECTURE = "Glm5NextMTPModel"
+DECLARED_DRAFT_ARCHITECTURE = "Glm5NextMTPModel"  # its rows are made from (hidden, token) alone
 
 
 @dataclass(frozen=True)
@@ -89,9 +101,7 @@ class Prefill:
 
 @dataclass(frozen=True)
 class Chunk:
-    """The policy's answer for one forward: where it ends, what it exports on the way, and what becomes of the
-    states at `exports` and at `end`: `publishes` others may find, `rolling` is kept privately. `reason` is why
-    it ends there."""
+    """One forward: its end and why it ends there, what it exports, and which states become published or rolling."""
 
     end: int
     exports: tuple[int, ...] = ()
@@ -102,8 +112,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Reuse:
-    """What a lookup may skip: computing restarts at `state_at`; cached attention is valid to `attention_to`, so the
-    tokens between are run against shared pages and write none of them."""
+    """What a lookup found: computing restarts at `state_at`, cached attention is valid to `attention_to` tokens."""
 
     state_at: int
     attention_to: int
@@ -119,10 +128,8 @@ class Policy:
     capability: Capability
     filing: Filing
     drafting: bool = True
-    # Where release 0.33 of vLLM differs: it exports one state, its stop, and only in the chunk that finishes.
-    export_at_finish_only: bool = False
-    # Public schedulers take the stop from the known tokens, which a replay makes more than the prompt.
-    stop_from_known: bool = False
+    export_at_finish_only: bool = False  # vLLM 0.33: in the chunk that finishes prefill, and no junction
+    stop_from_known: bool = False  # public schedulers stop for N, which a replay makes more than P
 
     @property
     def dropped(self) -> int:
@@ -141,57 +148,75 @@ class Policy:
     def chunk(
         self, start: int, room: int, request: Prefill, largest: int, denied: Collection[int] = ()
     ) -> Chunk:
-        """The next forward of a request that has computed `start` tokens.
-
-        `room`: tokens left for it in this step. `largest`: the most any step could give it, so that waiting
-        helps if and only if `room` < `largest`. `denied`: boundaries for which no slot is free. `end` == `start`
-        means: wait for a step with more room.
-        """
-        end, finish, reason = start + min(room, request.known - start), request.finish, "budget"
-        if start >= finish:
+        """The next forward of a request that has computed `start` tokens; it has to wait if `end` == `start`.
+        `room`: tokens left for it in this step. `largest`: the most any step could give it; waiting helps if and only
+        if `room` is less. `denied`: boundaries for which no slot is free."""
+        if start >= request.finish:
             # States of a sampling step come from its verification: see decode_boundary.
-            return Chunk(end, reason="decode")
-        if end >= finish:
+            return Chunk(start + min(room, request.known - start), reason="decode")
+        end, reason = self._farthest(start, room, request, largest)
+        if end == start:
+            return Chunk(start, reason=reason)
+        wanted = sorted(self._retained(start, end, request).difference(denied))
+        for rank, m in enumerate(wanted):
+            if m < end and (obstacle := self._obstacle(m, rank, start, end, request)):
+                end, reason = m, f"stopped at {m:,}: retained, {obstacle}"
+        exports = tuple(m for m in wanted if m < end)
+        reason = "tail joined" if exports and end >= request.finish else reason
+        written = {*exports, end}.difference(denied)
+        publishes = written & self._retained(start, end, request, published=True)
+        rolling = self._rolling(end, request)
+        kept = rolling if rolling in written - publishes else None
+        return Chunk(end, exports, tuple(sorted(publishes)), kept, reason)
+
+    def _farthest(self, start: int, room: int, request: Prefill, largest: int) -> tuple[int, str]:
+        """How far the budget and the alignment of ends allow, and which of them decided."""
+        end, reason = start + min(room, request.known - start), "budget"
+        unit = self.capability.export_grid if self.retain else 1  # nothing to keep, nothing to align
+        unit = unit if self.capability.free_chunk_ends else self.block_size
+        aligned = end // unit * unit
+        if end >= request.finish:
             reason = "end of prompt" if end == request.prompt else "end of known tokens"
-        else:
-            grid = self.capability.export_grid if self.retain else 1  # nothing to keep, nothing to align
-            unit = grid if self.capability.free_chunk_ends else self.block_size
-            aligned = end // unit * unit
-            # A unit wider than any chunk is crossed in pieces.
-            if aligned > start or unit <= largest:
-                reason = reason if aligned == end else f"aligned to {unit}"
-                end = aligned
-        if not self.capability.free_chunk_ends and start % self.block_size:
-            realigned = self.floor(start) + self.block_size
-            if realigned < end:
-                end, reason = realigned, "re-aligned to the block"
-        if end <= start:
-            return Chunk(start, reason=f"waits: {room} tokens are less than one step of {unit}")
-        wanted = [m for m in self.retained(start, end, request) if m not in denied]
-        for m in wanted:
-            if m < end and not self._exportable(m, start, end, request, wanted):
-                end, reason = m, f"stopped at {m:,}: retained, kernel exports {self._exports_text()}"
-        return self._settled(start, end, request, denied, reason)
+        elif aligned < end and (aligned > start or unit <= largest):
+            end, reason = aligned, f"aligned to {unit}"
+        following = self.floor(start) + self.block_size
+        if not self.capability.free_chunk_ends and start % self.block_size and following < end:
+            end, reason = following, "re-aligned to the block"
+        wait = f"waits: {room} tokens are less than one step of {unit}"
+        return (end, reason) if end > start else (start, wait)
 
-    def retained(self, start: int, end: int, request: Prefill) -> list[int]:
-        """Boundaries in (start, end] that deserve a slot, ascending."""
-        points = set(self.fixed_points(request, stop=True))
-        if "all" in self.retain:
-            points.update(range(self.floor(start) + self.block_size, end + 1, self.block_size))
-        points.add(self._newest(end, request) or 0)
-        return sorted(m for m in points if start < m <= end)
-
-    def fixed_points(self, request: Prefill, *, stop: bool = False) -> set[int]:
-        """The boundaries that depend on the request alone: those to publish, or (`stop`) those to end or export at."""
+    def _retained(self, start: int, end: int, request: Prefill, *, published: bool = False) -> set[int]:
+        """Boundaries in (start, end] that the chunk must export or end at, or those that others may find after it."""
         points = set(request.junctions) if "junction" in self.retain else set()
         if "resend" in self.retain:
-            last = request.known if stop and self.stop_from_known else request.prompt
+            last = request.known if self.stop_from_known and not published else request.prompt
             points.add(self.floor(last - 1) - self.dropped)
         if "extend" in self.retain:
             points.add(self.floor(request.prompt - self.ahead) - self.dropped)
-        if stop and "chunk-ends" in self.retain and not self.capability.exports:
+        if "chunk-ends" in self.retain and not self.capability.exports and not published:
             points.add(self.floor(request.known) - self.dropped)
-        return {m for m in points if m > 0}
+        if "crossed" in self.retain or ("chunk-ends" in self.retain and end == self.floor(end)):
+            points.add(self.floor(end))
+        if "all" in self.retain:
+            points.update(range(self.floor(start) + self.block_size, end + 1, self.block_size))
+        if not published:
+            points.add(self._rolling(end, request))
+        return {m for m in points if start < m <= end}
+
+    def _rolling(self, end: int, request: Prefill) -> int:
+        """The boundary to keep privately after a chunk up to `end`, 0 if there is none."""
+        progress, decode = "progress" in self.retain, "decode" in self.retain and end > request.prompt
+        return self.floor(end) if (progress if end < request.finish else decode) else 0
+
+    def _obstacle(self, m: int, rank: int, start: int, end: int, request: Prefill) -> str:
+        """Why the state at m, with `rank` retained boundaries before it, cannot be exported; empty if it can."""
+        if rank >= self.capability.exports:
+            return f"kernel exports {self.capability.exports}"
+        if (m - start) % self.capability.export_grid:
+            return f"no multiple of {self.capability.export_grid} from the chunk's start"
+        if self.export_at_finish_only and end < request.finish:
+            return "exports only in the chunk that finishes"
+        return "exports no junction" if self.export_at_finish_only and m in request.junctions else ""
 
     def reuse(self, num_tokens: int, matched: int, states: Iterable[int]) -> Reuse:
         """What a request of `num_tokens` known tokens may skip, when the index matched pages of its first
@@ -200,47 +225,11 @@ class Policy:
         return Reuse(next((m for m in states if m <= attention_to), 0), attention_to)
 
     def publishable(self, verified: int, known: int) -> int:
-        """How many tokens' worth of full blocks may be published: verified, and the token their key or tag needs
-        is known."""
+        """Tokens whose full blocks may be published: verified, and the token that their key or tag needs is known."""
         return self.floor(min(verified, known - self.ahead))
 
-    def _newest(self, end: int, request: Prefill) -> int | None:
-        """The boundary that moves with the end of the chunk, if a retention asks for one."""
-        kind: Retention | None = (
-            "progress" if end < request.finish else "decode" if end > request.prompt else None
-        )
-        aligned_end = "chunk-ends" in self.retain and end % self.block_size == 0
-        return self.floor(end) if aligned_end or {"crossed", kind} & self.retain else None
-
-    def _exportable(self, m: int, start: int, end: int, request: Prefill, wanted: list[int]) -> bool:
-        if self.export_at_finish_only and (end < request.finish or m in request.junctions):
-            return False
-        # Exports are handed out from the chunk's start.
-        on_grid = (m - start) % self.capability.export_grid == 0
-        return on_grid and wanted.index(m) < self.capability.exports
-
-    def _settled(self, start: int, end: int, request: Prefill, denied: Collection[int], reason: str) -> Chunk:
-        """The chunk with its end decided: everything wanted below the end is exported."""
-        wanted = [m for m in self.retained(start, end, request) if m not in denied]
-        exports = tuple(m for m in wanted if m < end)
-        if exports and end >= request.finish:
-            reason = "tail joined"
-        written = {*exports, end}.difference(denied)
-        publishes = tuple(sorted(m for m in written if self._published(m, end, request)))
-        newest = self._newest(end, request)
-        rolling = newest if newest in wanted and newest not in publishes else None
-        return Chunk(end, exports, publishes, rolling, reason)
-
-    def _published(self, m: int, end: int, request: Prefill) -> bool:
-        """Whether others may find the state that a chunk up to `end` left at m."""
-        crossed = "crossed" in self.retain and m == self.floor(end)
-        ended = "chunk-ends" in self.retain and m == end
-        kept = crossed or ended or "all" in self.retain or m in self.fixed_points(request)
-        return kept and m % self.block_size == 0
-
     def decode_boundary(self, start: int, verified: int) -> tuple[int | None, bool]:
-        """The newest boundary that verified tokens crossed in a decode step, if it is kept, and whether it is
-        published at once (else it is rolling)."""
+        """The newest boundary crossed by a decode step, if it is kept, and whether it is published at once."""
         boundary = self.floor(verified)
         at_once = bool({"chunk-ends", "all"} & self.retain)
         kept = boundary > start and (at_once or "decode" in self.retain)
@@ -250,37 +239,22 @@ class Policy:
         """Whether a rolling checkpoint stays when prefill completes: the newest decode boundary of a replay does."""
         return "decode" in self.retain and boundary > prompt
 
-    def _exports_text(self) -> str:
-        return "many" if self.capability.exports >= MANY else str(self.capability.exports)
+
+def _public(name: str, exports: int, filing: Filing, *retain: Retention) -> Policy:
+    """A public scheduler's rules, for blocks of the size they were measured with."""
+    floored = Capability(exports, free_chunk_ends=False)
+    return Policy(name, 512, frozenset(retain), floored, filing, stop_from_known=True)
 
 
-SPARSE_EXPORT, NO_EXPORT = (
-    Capability(exports=1, free_chunk_ends=False),
-    Capability(exports=0, free_chunk_ends=False),
+_OURS: frozenset[Retention] = frozenset({"resend", "extend", "junction", "progress", "decode"})
+_POLICIES = (
+    _public("generic", 0, "drop", "chunk-ends"),
+    _public("seed", 1, "drop", "chunk-ends", "crossed"),
+    replace(_public("vllm-0.33", 1, "key", "resend", "junction"), export_at_finish_only=True),
+    Policy("ours", 64, _OURS, Capability(), "token"),
+    Policy("none", 64, frozenset(), Capability(), "off"),
 )
-OURS: frozenset[Retention] = frozenset({"resend", "extend", "junction", "progress", "decode"})
-
-# Block sizes are those the public schedulers were measured with; `ours` can afford smaller ones.
-PRESETS: Mapping[str, Policy] = {
-    policy.name: policy
-    for policy in (
-        Policy("generic", 512, frozenset({"chunk-ends"}), NO_EXPORT, "drop", stop_from_known=True),
-        Policy(
-            "seed", 512, frozenset({"chunk-ends", "crossed"}), SPARSE_EXPORT, "drop", stop_from_known=True
-        ),
-        Policy(
-            "vllm-0.33",
-            512,
-            frozenset({"resend", "junction"}),
-            SPARSE_EXPORT,
-            "key",
-            export_at_finish_only=True,
-            stop_from_known=True,
-        ),
-        Policy("ours", 64, OURS, Capability(), "token"),
-        Policy("none", 64, frozenset(), Capability(), "off"),
-    )
-}
+PRESETS: Mapping[str, Policy] = {policy.name: policy for policy in _POLICIES}
 
 
 def make_policy(
@@ -292,11 +266,9 @@ def make_policy(
     retain: Iterable[str] | None = None,
     filing: str | None = None,
 ) -> Policy:
-    """A preset under a kernel's capability (which masks the preset's wishes, never the reverse) and a drafter.
-
-    `draft_architecture` None: no drafter; filing then has no effect. A drafter that does not declare independent,
-    attention-only draft state turns `seed` into `generic` and may not use `token` filing. ValueError on unknown names.
-    """
+    """A preset under a kernel's capability, which masks the preset's wishes, and a drafter (None: there is none). A
+    drafter that does not declare independent, attention-only draft state, or a kernel without export, turns `seed` into
+    `generic`; that drafter may not use `token` filing. `retain` may be `none` alone. ValueError on unknown names."""
     declared = draft_architecture in (None, DECLARED_DRAFT_ARCHITECTURE)
     base = PRESETS[_known(preset, PRESETS, "policy")]
     if preset == "seed" and not (declared and capability.exports):
@@ -310,21 +282,14 @@ def make_policy(
     size = base.block_size if block_size is None else block_size
     if size <= 0 or size % capability.export_grid:
         raise ValueError(f"block size is {size}, expected a multiple of {capability.export_grid}")
-    names = (
-        base.retain if retain is None else [_known(name, get_args(Retention), "retention") for name in retain]
-    )
+    names = list(base.retain if retain is None else retain)
+    kept = frozenset(_known(name, get_args(Retention), "retention") for name in names if names != ["none"])
+    exports = min(capability.exports, base.capability.exports)
+    free_chunk_ends = capability.free_chunk_ends and base.capability.free_chunk_ends
+    able = Capability(exports, capability.export_grid, free_chunk_ends)
+    drafting = draft_architecture is not None
     return replace(
-        base,
-        name=preset,
-        block_size=size,
-        retain=frozenset(names),
-        capability=Capability(
-            min(capability.exports, base.capability.exports),
-            capability.export_grid,
-            capability.free_chunk_ends and base.capability.free_chunk_ends,
-        ),
-        filing=chosen,
-        drafting=draft_architecture is not None,
+        base, name=preset, block_size=size, retain=kept, capability=able, filing=chosen, drafting=drafting
     )
 
 

@@ -28,20 +28,23 @@ class KeyChain:
 
     def extend(self, prompt: Sequence[int], output: Sequence[int]) -> None:
         """Compute the keys that the known tokens, prompt then output, determine; earlier ones are kept."""
-        split, last = len(prompt), self._keys[-1] if self._keys else self._root
-        known = split + len(output) - self._ahead
-        for start in range(
-            len(self._keys) * self._block_size, known - self._block_size + 1, self._block_size
-        ):
-            end = start + self._block_size + self._ahead
-            tokens = (
-                prompt[start:end]
-                if end <= split
-                else [*prompt[start:end], *output[max(start - split, 0) : end - split]]
-            )
-            last = blake2b(array("Q", tokens).tobytes(), key=last, digest_size=KEY_BYTES).digest()
+        size, split, start = self._block_size, len(prompt), len(self._keys) * self._block_size
+        covered = (split + len(output) - self._ahead) // size * size
+        if covered <= start:
+            return
+        end = covered + self._ahead
+        tokens = array("Q", prompt[start:end])
+        tokens.extend(output[max(start - split, 0) : max(end - split, 0)])
+        view, last = memoryview(tokens), self._keys[-1] if self._keys else self._root
+        for offset in range(0, covered - start, size):
+            block = view[offset : offset + size + self._ahead]
+            last = blake2b(block, key=last, digest_size=KEY_BYTES).digest()
             self._keys.append(last)
 
     def at(self, position: int) -> bytes:
         """The key that covers tokens 0 .. position - 1; position is a boundary above 0."""
         return self._keys[position // self._block_size - 1]
+
+    def between(self, start: int, end: int) -> list[bytes]:
+        """The keys of all boundaries above `start` and at or below `end`, ascending; both are boundaries."""
+        return self._keys[start // self._block_size : end // self._block_size]

@@ -13,6 +13,7 @@ free places first, then evicts idle ones, key first. Nothing here knows what a p
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable
+from itertools import takewhile
 
 Key = bytes
 
@@ -42,6 +43,14 @@ class Pool:
     def find(self, key: Key) -> int | None:
         """The place under a key; looking does not change its age."""
         return self._place_of.get(key)
+
+    def num_found(self, keys: Iterable[Key]) -> int:
+        """How many of the first keys have a place, up to the first that has none."""
+        return len(list(takewhile(self._place_of.__contains__, keys)))
+
+    def num_idle(self, places: Iterable[int]) -> int:
+        """How many of these places `allocate` could hand out, were they not needed."""
+        return sum(map(self._idle.__contains__, places))
 
     def allocate(self) -> int | None:
         """A place held once, or None if every place is referenced."""

@@ -44,6 +44,7 @@ class Request:
     junctions: tuple[int, ...] = ()
     write_from: int = 0  # tokens below are in shared pages: run, if they must be, but not written
     num_cached_tokens: int = 0  # what the first admission did not have to compute
+    num_preemptions: int = 0
 
     @property
     def num_known_tokens(self) -> int:
@@ -54,6 +55,21 @@ class Request:
     def max_known_tokens(self) -> int:
         """Most tokens the request can reach."""
         return len(self.prompt) + self.max_tokens
+
+    @property
+    def prefill_end(self) -> int:
+        """Where prefill ends, replayed output included."""
+        return len(self.prompt) + max(len(self.output) - 1, 0)
+
+    @property
+    def decodes(self) -> bool:
+        """Whether every known token but the last is computed, so that the next row samples."""
+        return self.num_computed_tokens >= self.prefill_end
+
+    def token(self, position: int) -> int:
+        """The known token at a position."""
+        split = len(self.prompt)
+        return self.prompt[position] if position < split else self.output[position - split]
 
     def tokens(self, start: int, end: int) -> tuple[int, ...]:
         """Known tokens start .. end - 1."""

@@ -11,9 +11,11 @@ what their own step has yet to write.
 
 from collections import deque
 from dataclasses import dataclass
+from itertools import islice
 
-from scheduler.block_manager import BlockManager
+from scheduler.block_manager import BlockManager, junctions_of
 from scheduler.checkpoint_policy import Chunk, Prefill, Reuse
+from scheduler.fitting import fitted_chunk, states_of
 from scheduler.plan import ScheduledChunk, StepPlan, StepResult
 from scheduler.request import FinishReason, Request
 
@@ -55,6 +57,7 @@ class Scheduler:
         self.num_preemptions = 0
         self._released: list[int] = []
         self._chunks: dict[int, ScheduledChunk] = {}  # of the step being planned
+        self._in_flight: dict[int, Request] = {}  # in the step that is planned and not committed
         self._waits: dict[int, str] = {}
 
     @property
@@ -84,23 +87,26 @@ class Scheduler:
         """The next step."""
         self._chunks, self._waits = {}, {}
         preemptions = self.num_preemptions
-        for request in [r for r in self.running if decodes(r)]:
-            if request.status == "running" and len(self._chunks) < self.max_batched_tokens:
-                self._place(request, 1, 1)
+        decoding = [r for r in self.running if r.decodes]
+        prefills = [r for r in self.running if not r.decodes]
+        for request in decoding[: self.max_batched_tokens]:
+            if request.status == "running":
+                self._place_decode(request)
         rows = len(self._chunks)
-        left = self._prefill_tokens(rows)
-        largest = left
-        for request in [r for r in self.running if not decodes(r)]:
+        left = largest = self._prefill_tokens(rows)
+        for request in prefills:
             if left and request.status == "running":
-                left -= self._place(request, *self._shares(left, largest, rows, request))
+                left -= self._place(request, self._offer(left, largest, rows))
         while left and self.waiting and self.num_preemptions == preemptions:
-            used = self._admit(self.waiting[0], *self._shares(left, largest, rows, self.waiting[0]))
+            used = self._admit(self.waiting[0], self._offer(left, largest, rows))
             if not used:
                 break
             left -= used
-        released, self._released = tuple(self._released), []
+        self._explain_the_rest()
         chunks = tuple(self._chunks.values())
-        unused = self.max_batched_tokens - sum(len(chunk.token_ids) for chunk in chunks)
+        self._in_flight = {r.request_id: r for r in self.running if r.request_id in self._chunks}
+        released, self._released = tuple(self._released), []
+        unused = self.max_batched_tokens - sum([len(chunk.token_ids) for chunk in chunks])
         return StepPlan(chunks, released, self._waits, unused)
 
     def _prefill_tokens(self, decode_rows: int) -> int:
@@ -109,139 +115,139 @@ class Scheduler:
         capped = decode_rows and self.mixed_prefill_tokens != NO_CAP
         return min(left, self.mixed_prefill_tokens) if capped else left
 
-    def _shares(self, left: int, largest: int, decode_rows: int, request: Request) -> tuple[int, int]:
-        """(tokens offered to the request now, the most that any step would offer it)."""
-        others = any(
-            r is not request and not decodes(r) and r.request_id not in self._chunks for r in self.running
-        )
-        others = others or any(r is not request for r in self.waiting)
+    def _offer(self, left: int, largest: int, decode_rows: int) -> tuple[int, int]:
+        """(tokens offered to the next prefill now, the most that any step would offer it)."""
+        # Whoever decodes has a row by now, so all that have no chunk are prefills.
+        others = len(self.running) + len(self.waiting) - len(self._chunks) > 1
         if decode_rows and self.mixed_prefill_tokens != NO_CAP and others:
             return max(left // 2, 1), max(largest // 2, 1)
         return left, largest
 
-    def _place(self, request: Request, room: int, largest: int, admitted: bool = False) -> int:
-        """Plan the request's chunk and take what it needs; its tokens, 0 if it has to wait."""
-        prefill = Prefill(len(request.prompt), request.num_known_tokens, request.junctions)
-        chunk = self._with_slots(request, prefill, room, largest)
-        start = request.num_computed_tokens
+    def _explain_the_rest(self) -> None:
+        """A reason for everybody who does not run and has none yet."""
+        for request in [*self.running, *islice(self.waiting, 1)]:
+            if request.request_id not in self._chunks:
+                self._waits.setdefault(request.request_id, "waits: no tokens left in this step")
+        for request in islice(self.waiting, 1, None):
+            self._waits.setdefault(request.request_id, f"waits behind request {self.waiting[0].request_id}")
+
+    def _place_decode(self, request: Request) -> None:
+        start, size = request.num_computed_tokens, self.blocks.block_size
+        if 0 < start % size < size - 1:  # inside a block neither a page nor a slot is needed
+            self._take(request, Chunk(start + 1, reason="decode"))
+        else:
+            self._place(request, (1, 1))
+
+    def _place(self, request: Request, offer: tuple[int, int]) -> int:
+        """Plan a running request's chunk and take what it needs; its tokens, 0 if it has to wait."""
+        start, held = request.num_computed_tokens, len(request.tables[0])
+        while True:
+            states, pages = self.blocks.spare(request)
+            chunk = self._fitted(request, start, request.junctions, offer, states)
+            if chunk.end == start:
+                return self._wait(request, chunk.reason)
+            if self.blocks.blocks_for(chunk.end) - held <= pages:
+                self._take(request, chunk)
+                return chunk.end - start
+            if not self._preempt_youngest(request):
+                return self._wait(request, "waits for pages")
+
+    def _admit(self, request: Request, offer: tuple[int, int]) -> int:
+        """Admit the first waiting request with its first chunk, or leave everything as it was; its tokens."""
+        most = self.max_running_requests
+        if len(self.running) >= most:
+            return self._wait(request, f"waits: {len(self.running)} of {most} are running")
+        # A scored prompt needs the logits of all its rows.
+        reuse = Reuse(0, 0) if request.score_prompt else self.blocks.lookup(request)
+        states, pages = self.blocks.spare(request, reuse)
+        if states < 0:
+            size = self.blocks.slots.size
+            return self._wait(request, f"waits for a slot: {size} of {size} in use")
+        start = max(reuse.state_at, request.num_external_tokens)
+        chunk = self._fitted(request, start, junctions_of(reuse), offer, states)
         if chunk.end == start:
-            self._waits[request.request_id] = chunk.reason
-            return 0
+            return self._wait(request, chunk.reason)
+        if self.blocks.blocks_for(chunk.end) - self.blocks.blocks_for(reuse.attention_to) > pages:
+            return self._wait(request, "waits for pages")
+        self.blocks.admit(request, reuse)
+        self._take(request, chunk, admitted=True)
+        self.running.append(self.waiting.popleft())
+        request.status = "running"
+        if not request.num_preemptions:
+            request.num_cached_tokens = reuse.state_at
+        return chunk.end - start
+
+    def _wait(self, request: Request, reason: str) -> int:
+        self._waits[request.request_id] = reason
+        return 0
+
+    def _take(self, request: Request, chunk: Chunk, admitted: bool = False) -> None:
+        """Take the pages and slots that were counted, and make the chunk part of the step."""
+        start, known = request.num_computed_tokens, request.num_known_tokens
         added = self.blocks.grow(request, chunk.end)
-        while added is None:
-            if admitted or not self._preempt_youngest(request):
-                self._waits[request.request_id] = "waits for pages"
-                return 0
-            added = self.blocks.grow(request, chunk.end)
+        for position in states_of(chunk):
+            self.blocks.reserve_checkpoint(request, position)
         tables = request.tables if admitted else added
+        assert tables is not None, "pages that were counted are gone"
         self._chunks[request.request_id] = ScheduledChunk(
             request_id=request.request_id,
             token_ids=request.tokens(start, chunk.end),
             start=start,
             write_from=request.write_from,
             admitted=admitted,
-            new_blocks=tuple(tuple(pages) for pages in tables),
+            new_blocks=tuple([tuple(pages) for pages in tables]),
             recurrent_slot=request.recurrent_slot or 0,
-            restore_from=request.restored.slot if admitted and request.restored else None,
-            exports=tuple((reserved.position, reserved.slot) for reserved in request.reserved),
+            restore_from=request.restored.slot if request.restored else None,
+            exports=tuple([(reserved.position, reserved.slot) for reserved in request.reserved]),
             publishes=chunk.publishes,
             rolling=chunk.rolling,
-            samples=chunk.end == request.num_known_tokens and request.max_tokens > 0,
-            decodes=decodes(request),
+            samples=chunk.end == known and request.max_tokens > 0,
+            decodes=request.decodes,
             reason=chunk.reason,
             targets=request.tokens(start + 1, chunk.end + 1) if request.score_prompt else (),
         )
-        return chunk.end - start
 
-    def _with_slots(self, request: Request, prefill: Prefill, room: int, largest: int) -> Chunk:
-        """The policy's chunk, with a slot reserved for every state it leaves. A boundary for which there is none is
-        struck, and the end derived again without it."""
-        denied: set[int] = set()
-        while True:
-            chunk = self._ask(request, prefill, room, largest, denied)
-            wanted = sorted(
-                {*chunk.exports, *chunk.publishes} | ({chunk.rolling} if chunk.rolling else set())
-            )
-            failed = [m for m in wanted if not self.blocks.reserve_checkpoint(request, m)]
-            if not failed:
-                break
-            self.blocks.cancel_reserved(request)
-            denied.update(failed)
-        if not denied:
-            return chunk
-        in_use = self.blocks.slots.size - self.blocks.slots.num_available
-        struck = ", ".join(f"{m:,}" for m in sorted(denied))
-        reason = f"{chunk.reason}; no slot for {struck}: {in_use} of {self.blocks.slots.size} in use"
-        return Chunk(chunk.end, chunk.exports, chunk.publishes, chunk.rolling, reason)
-
-    def _ask(self, request: Request, prefill: Prefill, room: int, largest: int, denied: set[int]) -> Chunk:
-        policy, start = self.blocks.policy, request.num_computed_tokens
-        chunk = policy.chunk(start, room, prefill, largest, denied)
-        if start < prefill.finish:
-            return chunk
-        boundary, at_once = policy.decode_boundary(start, chunk.end)
-        if boundary is None or boundary in denied:
-            return chunk
-        return Chunk(
-            chunk.end, (), (boundary,) if at_once else (), None if at_once else boundary, chunk.reason
-        )
-
-    def _admit(self, request: Request, room: int, largest: int) -> int:
-        """Admit the first waiting request with its first chunk, or leave everything as it was; its tokens."""
-        if len(self.running) >= self.max_running_requests:
-            self._waits[request.request_id] = (
-                f"waits: {len(self.running)} of {self.max_running_requests} are running"
-            )
-            return 0
-        # A scored prompt needs the logits of all its rows.
-        reuse = Reuse(0, 0) if request.score_prompt else self.blocks.lookup(request)
-        if not self.blocks.admit(request, reuse):
-            size = self.blocks.slots.size
-            self._waits[request.request_id] = f"waits for a slot: {size} of {size} in use"
-            return 0
-        used = self._place(request, room, largest, admitted=True)
-        if not used:
-            self.blocks.leave(request)
-            return 0
-        self.waiting.popleft()
-        request.status = "running"
-        if not request.output:
-            request.num_cached_tokens = reuse.state_at
-        self.running.append(request)
-        return used
+    def _fitted(
+        self, request: Request, start: int, junctions: tuple[int, ...], offer: tuple[int, int], states: int
+    ) -> Chunk:
+        prefill = Prefill(len(request.prompt), request.num_known_tokens, junctions)
+        return fitted_chunk(self.blocks.policy, prefill, start, *offer, states, self.blocks.slots.size)
 
     def _preempt_youngest(self, beneficiary: Request) -> bool:
         """Free the youngest running request's places; False if that is the beneficiary itself, which then waits."""
         victim = self.running[-1]
         self.preempt(victim)
+        self._waits[victim.request_id] = f"preempted: request {beneficiary.request_id} needs its pages"
         return victim is not beneficiary
 
     def preempt(self, request: Request) -> None:
         """Send a running request back to the front of the queue. It keeps its tokens and resumes by lookup."""
-        self.blocks.leave(request)
+        self._let_go(request)
         self.running.remove(request)
         self._chunks.pop(request.request_id, None)
         request.status = "waiting"
+        request.num_preemptions += 1
         self.waiting.appendleft(request)
         self.num_preemptions += 1
 
+    def _let_go(self, request: Request) -> None:
+        in_flight = self._in_flight.pop(request.request_id, None) is not None
+        self.blocks.leave(request, in_flight=in_flight)
+
     def commit(self, plan: StepPlan, result: StepResult) -> list[Advance]:
         """Record what a step computed and sampled. Requests that left since then are passed over."""
-        by_id = {request.request_id: request for request in self.running}
         advances = []
         for chunk in plan.chunks:
-            request = by_id.get(chunk.request_id)
-            if request is None or request.num_computed_tokens != chunk.start:
+            request = self._in_flight.get(chunk.request_id)
+            if request is None:
                 continue
             if (message := result.errors.get(request.request_id)) is not None:
                 # Its forward publishes nothing.
                 advances.append(Advance(request, finish_reason="error", message=message))
                 self.finish(request, "error")
                 continue
-            completes = (
-                not chunk.decodes
-                and chunk.end >= Prefill(len(request.prompt), request.num_known_tokens).finish
-            )
+            del self._in_flight[chunk.request_id]
+            completes = not chunk.decodes and chunk.end >= request.prefill_end
             request.num_computed_tokens = chunk.end
             advance = self._advance(request, result)
             if completes and chunk.rolling is None:
@@ -269,11 +275,6 @@ class Scheduler:
         if request.status == "finished":
             return
         (self.waiting if request.status == "waiting" else self.running).remove(request)
-        self.blocks.leave(request)
+        self._let_go(request)
         request.status = "finished"
         self._released.append(request.request_id)
-
-
-def decodes(request: Request) -> bool:
-    """Whether every known token but the last is computed, so that the next row samples."""
-    return request.num_computed_tokens >= max(len(request.prompt), request.num_known_tokens - 1)

@@ -17,7 +17,7 @@ OPTIMUM_GRID = 16
 
 @dataclass(frozen=True)
 class Workload:
-    """`run` returns (measured traces, all traces in order). `num_blocks_for`: tokens of cache; None: plenty."""
+    """`run` returns (measured traces, all traces in order). `kv_tokens`, `num_slots`: None means plenty."""
 
     name: str
     run: Callable[[Simulation], tuple[list[RequestTrace], list[RequestTrace]]]

@@ -1,72 +1,86 @@
-"""The measured half of `ablate`: one long prompt under the presets, on a real engine.
+"""The measured half of `ablate`: one long prompt under every policy, on engines of the embedded model.
 
-Per round and policy a fresh engine runs the prompt cold, sends it again, generates an answer, and continues it with new
-text. Policies alternate within a round; medians over rounds are compared.
+A round, for every policy in turn: the cache is cleared, the prompt runs cold, is sent again, gets an answer, and goes
+on with new text as the next turn. Rounds have prompts of their own, equal for all policies; medians over rounds count.
+The engine does not draft yet, so every policy runs without a drafter.
 """
 
 import argparse
-import json
 import random
 import sys
 import time
+from collections.abc import Mapping
+from dataclasses import fields
 from statistics import median
 from typing import Any
 
 import torch
 
 from engine.llm import LLM
+from engine.options import EngineOptions
 from engine.sampling import SamplingParams
+from scheduler.workloads import PROMPT
 
 ANSWER_TOKENS, NEXT_TOKENS = 600, 512
+FIRST_TOKEN_ID = 16  # below are the embedded model's special tokens
 
 
-def run_measured(args: argparse.Namespace, markdown: Any) -> int:
-    """Print the table of medians; exit code 0."""
+def measured_rows(
+    cells: Mapping[str, argparse.Namespace], rounds: int, prompt_tokens: int | None
+) -> list[dict[str, Any]]:
+    """A row of medians per policy and workload, the readings of its rounds beside them."""
     torch.set_num_threads(1)
-    policies = [name for name in args.policies.split(",") if name != "none"]
+    length = prompt_tokens or PROMPT
+    engines = {name: engine(cell, length) for name, cell in cells.items()}
     readings: dict[tuple[str, str], list[dict[str, Any]]] = {}
-    for number in range(args.rounds):
-        for name in policies:
-            for workload, reading in measure(
-                name, args.max_batched_tokens, args.prompt_tokens, seed=number
-            ).items():
+    for seed in range(rounds):
+        for name, llm in engines.items():
+            for workload, reading in measure(llm, length, seed).items():
                 readings.setdefault((name, workload), []).append(reading)
             if sys.stderr.isatty():
-                print(f"round {number + 1} of {args.rounds}: {name}", file=sys.stderr)
-    rows = [
-        {
-            "policy": name,
-            "workload": workload,
-            "forwards": found[0]["forwards"],
-            "recomputed_tokens": found[0]["recomputed_tokens"],
-            "seconds": round(median(reading["seconds"] for reading in found), 3),
-        }
+                print(f"round {seed + 1} of {rounds}: {name}", file=sys.stderr)
+    return [
+        {"policy": name, "block": engines[name].scheduler.blocks.block_size, "workload": workload}
+        | summary(found)
         for (name, workload), found in readings.items()
     ]
-    print(json.dumps(rows) if args.json else markdown(rows))
-    return 0
 
 
-def measure(policy: str, budget: int, prompt_tokens: int, seed: int) -> dict[str, dict[str, Any]]:
-    """Cold, resend and next turn of one prompt on one fresh engine."""
-    needed = 2 * (prompt_tokens + ANSWER_TOKENS + NEXT_TOKENS + budget)
-    llm = LLM(policy=policy, max_batched_tokens=budget, kv_tokens=needed, max_running_requests=1)
-    choose = random.Random(seed)
-    prompt = [choose.randrange(16, llm.config.vocab_size) for _ in range(prompt_tokens)]
+def summary(readings: list[dict[str, Any]]) -> dict[str, Any]:
+    """Forwards and tokens, which are the same in every round, and the median of the seconds."""
+    seconds = [reading["seconds"] for reading in readings]
+    counts = {name: readings[0][name] for name in ("forwards", "recomputed_tokens")}
+    return counts | {"seconds": round(median(seconds), 3), "readings": seconds}
+
+
+def engine(cell: argparse.Namespace, prompt_tokens: int) -> LLM:
+    """An engine with one policy, its first forward behind it. The cache holds the conversation twice over."""
+    options = {field.name: getattr(cell, field.name, None) for field in fields(EngineOptions)}
+    needed = 2 * (prompt_tokens + ANSWER_TOKENS + NEXT_TOKENS + (cell.block_size or 0))
+    llm = LLM(**{name: value for name, value in options.items() if value is not None} | {"kv_tokens": needed})
+    time_prompt(llm, [FIRST_TOKEN_ID] * 64)
+    return llm
+
+
+def measure(llm: LLM, prompt_tokens: int, seed: int) -> dict[str, dict[str, Any]]:
+    """Cold, resend and next turn of one prompt."""
+    llm.scheduler.blocks.reset_cache(llm.scheduler.running)
+    choose, last = random.Random(seed), llm.config.vocab_size
+    prompt = [choose.randrange(FIRST_TOKEN_ID, last) for _ in range(prompt_tokens)]
     found = {"cold": time_prompt(llm, prompt), "resend": time_prompt(llm, prompt)}
     params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
     answer = llm.generate([prompt], params)[0].token_ids
-    new = [choose.randrange(16, llm.config.vocab_size) for _ in range(NEXT_TOKENS)]
+    new = [choose.randrange(FIRST_TOKEN_ID, last) for _ in range(NEXT_TOKENS)]
     return found | {"next turn": time_prompt(llm, [*prompt, *answer, *new])}
 
 
 def time_prompt(llm: LLM, prompt: list[int]) -> dict[str, Any]:
-    """Forwards, recomputed tokens and seconds to the first token."""
+    """Forwards, recomputed tokens, and seconds to the first token."""
     request_id = llm.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
     forwards, start = 0, time.perf_counter()
     while llm.has_work:
         llm.step()
         forwards += 1
     seconds = time.perf_counter() - start
-    cached = llm.result(request_id).cached_tokens
-    return {"forwards": forwards, "recomputed_tokens": len(prompt) - cached, "seconds": seconds}
+    recomputed = len(prompt) - llm.result(request_id).cached_tokens
+    return {"forwards": forwards, "recomputed_tokens": recomputed, "seconds": seconds}

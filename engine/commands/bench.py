@@ -1,37 +1,8 @@
-"""Measure loading, prefill and decode at batch 1, beside transformers on the same weights.
-
-Ours runs in bfloat16 without drafts. Transformers gets the checkpoint expanded to BF16 in a temporary
-directory and its own default kernels, in bfloat16 and in float32. All sides take turns, every round with tokens
-of its own, and ours is compared with the better median of the two dtypes, so that neither a cache of an earlier
-round nor a slow minute of the machine decides. Imports and warm-up are not counted.
-"""
+"""Measure loading, prefill and decode beside transformers, or the scheduler alone (`--scheduler`)."""
 
 import argparse
-import json
-import platform
-import sys
-import tempfile
-import time
-from collections.abc import Callable, Mapping
-from datetime import date
-from importlib.metadata import version
 from pathlib import Path
-from statistics import median
-from typing import Any
 
-import torch
-from safetensors.torch import save_file
-from torch import Tensor
-
-from engine.llm import EMBEDDED_MODEL, LLM
-from engine.sampling import SamplingParams
-from model.config import load_config, read_json
-from model.parameters import parameter_specs
-from model.weights import load_weights
-
-HOPELESS = (
-    2.0  # a dtype of transformers that its warm-up shows so many times slower is left out of the rounds
-)
 COUNTS = {
     "prefill": (2048, "tokens of the prefill"),
     "decode": (64, "tokens decoded"),
@@ -40,172 +11,37 @@ COUNTS = {
     "threads": (1, "CPU threads of both sides"),
 }
 EXAMPLES = """examples:
-  python cli.py bench
-  python cli.py bench --no-peer --prefill 512 --repeat 3 --json"""
-
-
-class OurEngine:
-    """The public API, greedy at batch 1, stop ids ignored."""
-
-    def __init__(self, directory: Path) -> None:
-        self.llm = LLM(directory, dtype="bfloat16")
-
-    def prefill(self, token_ids: list[int]) -> float:
-        """Tokens per second of a prompt, last logits only."""
-        result = self.llm.generate([token_ids], SamplingParams(max_tokens=1, ignore_eos=True))[0]
-        assert result.ttft_s is not None
-        return len(token_ids) / result.ttft_s
-
-    def decode(self, token_ids: list[int], num_tokens: int) -> float:
-        """Tokens per second of `num_tokens` steps after a prompt, whose own time does not count."""
-        params = SamplingParams(max_tokens=num_tokens + 1, ignore_eos=True)  # the first is the prompt's
-        speed = self.llm.generate([token_ids], params)[0].decode_tokens_per_s
-        assert speed is not None
-        return speed
-
-
-class Transformers:
-    """Glm5NextForConditionalGeneration with its default kernels and cache; the same two measures."""
-
-    def __init__(self, directory: Path, dtype: str) -> None:
-        import transformers  # the peer alone needs it, and it is slow to import
-
-        transformers.logging.set_verbosity_error()
-        transformers.logging.disable_progress_bar()
-        model_class = transformers.Glm5NextForConditionalGeneration
-        self.model = model_class.from_pretrained(directory, dtype=dtype).eval()
-
-    def prefill(self, token_ids: list[int]) -> float:
-        start = time.perf_counter()
-        self._forward(torch.tensor([token_ids]), cache=None)
-        return len(token_ids) / (time.perf_counter() - start)
-
-    def decode(self, token_ids: list[int], num_tokens: int) -> float:
-        token, cache = self._forward(torch.tensor([token_ids]), cache=None)
-        start = time.perf_counter()
-        for _ in range(num_tokens):
-            token, cache = self._forward(token, cache)
-        return num_tokens / (time.perf_counter() - start)
-
-    @torch.inference_mode()
-    def _forward(self, token_ids: Tensor, cache: Any) -> tuple[Tensor, Any]:
-        """token_ids [1, num_tokens] -> the next token [1, 1] and the cache."""
-        output = self.model(input_ids=token_ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return output.logits.argmax(dim=-1), output.past_key_values
-
-
-Engine = OurEngine | Transformers
-Measure = Callable[[Engine, list[int]], float]
+  python cli.py bench --no-peer --prefill 512 --repeat 3 --json
+  python cli.py bench --scheduler"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `bench`."""
     add = parser.add_argument
-    add("--model", type=Path, default=EMBEDDED_MODEL, help="model directory (default: embedded)")
+    add("--model", type=Path, help="model directory (default: embedded)")
     for name, (default, text) in COUNTS.items():
-        add(f"--{name}", type=int, default=default, metavar="N", help=f"{text} (default: %(default)s)")
+        add(f"--{name}", type=int, metavar="N", help=f"{text} (default: {default})")
     add("--no-peer", action="store_true", help="leave transformers out")
+    add("--scheduler", action="store_true", help="time plans, commits and lookups; no model, no torch")
     add("--json", action="store_true", help="one JSON document on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0 when every round ran."""
-    for name in COUNTS:
-        if (count := getattr(args, name)) < 1:
+    if args.scheduler:
+        given = [name for name in ("model", "prefill", "decode", "after", "threads") if getattr(args, name)]
+        if given or args.no_peer:
+            name = given[0] if given else "no-peer"
+            raise ValueError(f"--{name} acts on the model's measurement; it has no place beside --scheduler")
+    for name, (default, _) in COUNTS.items():
+        count = default if getattr(args, name) is None else getattr(args, name)
+        if count < 1:
             raise ValueError(f"--{name} is {count}, expected at least 1")
-    torch.set_num_threads(args.threads)
-    load_s = []
-    for _ in range(args.repeat):
-        start = time.perf_counter()
-        ours = OurEngine(args.model)
-        load_s.append(time.perf_counter() - start)
-    sides = {"ours bfloat16": ours} | ({} if args.no_peer else load_peers(args.model))
-    quantities: dict[str, tuple[int, Measure]] = {
-        f"prefill of {args.prefill}": (args.prefill, lambda side, ids: side.prefill(ids)),
-        f"decode of {args.decode} after {args.after}": (
-            args.after,
-            lambda side, ids: side.decode(ids, args.decode),
-        ),
-    }
-    report: dict[str, Any] = {"model": str(args.model), "machine": machine(args.threads)}
-    report |= {"rounds": args.repeat, "load_s": median(load_s)}
-    for title, (num_tokens, measure) in quantities.items():
-        shape, dice = (args.repeat + 1, num_tokens), torch.Generator().manual_seed(0)
-        prompts = torch.randint(ours.llm.config.vocab_size, shape, generator=dice).tolist()
-        report[title] = compare(sides, prompts, measure)
-    print(json.dumps(report, indent=1) if args.json else table(report))
-    return 0
+        setattr(args, name, count)
+    if args.scheduler:
+        from engine.commands.bench_scheduler import run as run_scheduler
 
+        return run_scheduler(args)
+    from engine.commands.bench_model import run as run_model  # needs torch
 
-def load_peers(directory: Path) -> dict[str, Engine]:
-    """Transformers in both dtypes, on the expanded checkpoint."""
-    with tempfile.TemporaryDirectory() as expanded:
-        write_bf16(directory, Path(expanded))
-        dtypes = ("bfloat16", "float32")
-        return {f"transformers {dtype}": Transformers(Path(expanded), dtype) for dtype in dtypes}
-
-
-def compare(sides: Mapping[str, Engine], prompts: list[list[int]], measure: Measure) -> dict[str, Any]:
-    """Tokens/s of all sides, in turns, after a prompt to warm up; medians, and the first side's over the best other.
-
-    A side that is HOPELESS times slower than the best of the others while warming up runs no rounds.
-    """
-    warm_up, *rounds = prompts
-    ours, *peers = sides
-    first = {name: measure(side, warm_up) for name, side in sides.items()}
-    best = max((first[name] for name in peers), default=0)
-    racing = [ours, *(name for name in peers if first[name] * HOPELESS > best)]
-    speeds: dict[str, list[float]] = {name: [] for name in racing}
-    for token_ids in rounds:
-        for name in speeds:
-            speeds[name].append(measure(sides[name], token_ids))
-            if sys.stderr.isatty():
-                print(f"{name} {speeds[name][-1]:.1f} tokens/s", file=sys.stderr)
-    medians = {name: median(values) for name, values in speeds.items()}
-    best = max((speed for name, speed in medians.items() if name != ours), default=0)
-    return {"tokens_per_s": speeds, "medians": medians, "ratio": medians[ours] / best if best else None}
-
-
-def write_bf16(source: Path, target: Path) -> None:
-    """Expand a checkpoint's trunk into `target`: BF16 and F32 tensors and a config without quantisation."""
-    raw, config, bf16 = read_json(source / "config.json"), load_config(source), torch.bfloat16
-    for level in (raw, raw.get("text_config", {})):
-        level.pop("quantization_config", None)
-    (target / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    tree = load_weights(source, config, linear_dtype=bf16, device=torch.device("cpu"), with_mtp=False)
-    tensors = {}
-    for spec in parameter_specs(config, with_mtp=False):
-        tensor = tree.linear(spec.stem).expand(bf16) if spec.kind == "linear" else tree.tensor(spec.name)
-        prefix = "" if spec.stem == "lm_head" else "model.language_model."
-        tensors[prefix + spec.name] = tensor
-    save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
-
-
-def machine(threads: int) -> dict[str, str | int]:
-    """What a reader must know to compare two tables."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    versions = {name: version(name) for name in ("torch", "transformers")}
-    return {
-        "cpu": (names or [platform.processor()])[0],
-        "threads": threads,
-        **versions,
-        "date": str(date.today()),
-    }
-
-
-def table(report: dict[str, Any]) -> str:
-    """The report for people: the machine, then one row per quantity with medians and the ratio."""
-    facts = report["machine"]
-    versions = f"torch {facts['torch']}, transformers {facts['transformers']}"
-    rows = [
-        f"{facts['cpu']}, {facts['threads']} thread(s), {versions}, {facts['date']}",
-        f"{report['model']} loads in {report['load_s']:.2f} s; tokens/s, medians of {report['rounds']}:",
-    ]
-    for title, result in report.items():
-        if isinstance(result, dict) and "medians" in result:
-            cells = [f"{name} {speed:.1f}" for name, speed in result["medians"].items()]
-            ratio = [f"{result['ratio']:.2f}x"] if result["ratio"] else []
-            rows.append("   ".join([f"{title:<24}", *cells, *ratio]))
-    return "\n".join(rows)
+    return run_model(args)

@@ -1,15 +1,17 @@
 """Chat with a model over one engine, and see after each turn what the prefix cache saved.
 
 A line of input is a turn; an empty line or the end of input ends the session. Answers go to stdout; after each, a line
-on stderr tells prompt, cached and recomputed tokens, time to first token and speed.
+on stderr tells prompt, cached and recomputed tokens, time to first token and speed. A turn that fails is forgotten.
 """
 
 import argparse
 import sys
 
-from engine.commands.common import add_engine_arguments, load_engine
+from engine.commands.common import add_engine_arguments, decode_utf8, load_engine
 from engine.commands.generate import Printer, add_sampling_arguments, params_from, run_prompts
 from engine.conversation import Conversation
+from engine.output import Result
+from scheduler.scheduler import RequestRefused
 
 EXAMPLES = """examples:
   python cli.py chat --plain --max-tokens 60
@@ -27,32 +29,45 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run the session; exit code 0, or 130 after Ctrl-C."""
+    """Run the session; exit code 0, 1 if a turn failed, 130 after Ctrl-C."""
     if args.plain and args.system is not None:
         raise ValueError("--system acts in the template; it has no place in --plain text")
     llm = load_engine(args)
     params = params_from(args, llm)
     conversation = Conversation(llm.tokenizer, templated=not args.plain, system=args.system)
-    printer = Printer(as_text=True)
+    printer, code = Printer(as_text=True), 0
     while line := read_turn():
-        (result,), interrupted = run_prompts(
-            llm, [conversation.ask(line)], params, not args.plain, printer.show
-        )
-        conversation.answered(result)
-        recomputed = result.prompt_tokens - result.cached_tokens
-        speed = "-" if result.decode_tokens_per_s is None else f"{result.decode_tokens_per_s:.1f} tokens/s"
-        print(
-            f"[prompt {result.prompt_tokens}, cached {result.cached_tokens}, recomputed {recomputed}; first token"
-            f" {result.ttft_s or 0:.3f} s, {speed}]",
-            file=sys.stderr,
-        )
+        try:
+            (result,), interrupted = run_prompts(
+                llm, [conversation.ask(line)], params, not args.plain, printer.show
+            )
+        except RequestRefused as error:  # the conversation has outgrown the context; a shorter turn may fit
+            print(f"error: {error}", file=sys.stderr)
+            code = 1
+            continue
+        print(summary(result), file=sys.stderr)
         if interrupted:
             return 130
-    return 0
+        if result.finish_reason == "error":
+            code = 1
+        else:
+            conversation.answered(result)
+    return code
+
+
+def summary(result: Result) -> str:
+    """What the turn cost."""
+    if result.message:
+        return f"error: {result.message}"
+    recomputed = result.prompt_tokens - result.cached_tokens
+    first = "-" if result.ttft_s is None else f"{result.ttft_s:.3f} s"
+    speed = "-" if result.decode_tokens_per_s is None else f"{result.decode_tokens_per_s:.1f} tokens/s"
+    counts = f"prompt {result.prompt_tokens}, cached {result.cached_tokens}, recomputed {recomputed} tokens"
+    return f"[{counts}; first token {first}, {speed}]"
 
 
 def read_turn() -> str:
     """One line of input; empty at the end. A prompt sign appears on a terminal only."""
     if sys.stdin.isatty():
         print("> ", end="", file=sys.stderr, flush=True)
-    return sys.stdin.readline().rstrip("\n")
+    return decode_utf8(sys.stdin.buffer.readline(), "standard input").rstrip("\r\n")

@@ -22,8 +22,6 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add("--dtype", choices=DTYPES, help="width of weights and caches (default: %(default)s)")
     add("--device", help="cpu or cuda (default: %(default)s)")
     add("--state-dtype", choices=DTYPES, help="width of recurrent states (default: %(default)s)")
-    add("--kv-tokens", type=int, metavar="N", help="cache size per attention group (default: by free memory)")
-    add("--checkpoint-slots", type=int, metavar="N", help="beyond the running ones (default: %(default)s)")
     add("--threads", type=int, default=1, metavar="N", help="CPU threads (default: %(default)s)")
     add_policy_arguments(parser)
     parser.set_defaults(**DEFAULTS)

@@ -115,13 +115,14 @@ def check_chat_options(args: argparse.Namespace, texts: Sequence[str]) -> None:
     for name in ("system", "reasoning_effort"):
         if getattr(args, name) is not None and not args.chat:
             raise ValueError(f"--{name.replace('_', '-')} acts with --chat only")
-    if args.random_weights and texts:
+    if args.random_weights and (texts or args.turns):
         raise ValueError("--random-weights takes --prompt-ids only: random weights have no use for text")
 
 
 def read_turns(args: argparse.Namespace) -> list[str]:
     """The user's texts of a `--turns` file."""
-    lines = decode_utf8(Path(args.turns).read_bytes(), args.turns).splitlines()
+    # Not splitlines: JSON strings may hold other characters that end a line, such as U+2028.
+    lines = decode_utf8(Path(args.turns).read_bytes(), args.turns).removesuffix("\n").split("\n")
     turns = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -130,8 +131,6 @@ def read_turns(args: argparse.Namespace) -> list[str]:
             turns.append(None)
         if not isinstance(turns[-1], str) or not turns[-1]:
             raise ValueError(f'{args.turns} line {number} is no turn; expected {{"user": "text"}}')
-    if not turns:
-        raise ValueError(f"{args.turns} holds no turns; expected one JSON object a line")
     return turns
 
 

@@ -1,6 +1,10 @@
-"""The options that choose a checkpoint policy; shared by every command, free of torch."""
+"""The options that choose a checkpoint policy and its budgets; shared by every command, free of torch.
+
+An override lowers what the kernel can do, it never raises it. What contradicts itself is refused.
+"""
 
 import argparse
+from collections.abc import Callable
 from typing import Any
 
 from scheduler.checkpoint_policy import (
@@ -13,57 +17,103 @@ from scheduler.checkpoint_policy import (
 )
 
 EXPORTS = {"0": 0, "1": 1, "many": MANY}
+CHUNK_ENDS = ("floored", "free")
 FILINGS = ("token", "drop", "key", "tag", "off")
+AXES = (
+    "policy", "retain", "exports", "chunk_ends", "draft_filing", "block_size", "max_batched_tokens",
+)  # fmt: skip
+Convert = Callable[[str], Any]
 
 
-def add_policy_arguments(parser: argparse.ArgumentParser) -> None:
-    """`--policy` and what overrides it; overrides lower a capability, they never raise one."""
+def at_least(least: int) -> Convert:
+    """An argument type: integers from `least` up."""
+
+    def convert(text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            number = least - 1
+        if number < least:
+            raise argparse.ArgumentTypeError(f"{text!r}, expected an integer of at least {least}")
+        return number
+
+    return convert
+
+
+def one_of(*names: str) -> Convert:
+    """An argument type: one of the names."""
+
+    def convert(text: str) -> str:
+        if text not in names:
+            raise argparse.ArgumentTypeError(f"{text!r}, expected one of {', '.join(names)}")
+        return text
+
+    return convert
+
+
+def listed(convert: Convert, separator: str) -> Convert:
+    """An argument type: a list of another type."""
+    return lambda text: [convert(part.strip()) for part in text.split(separator)]
+
+
+def add_policy_arguments(parser: argparse.ArgumentParser, *, axes: bool = False) -> None:
+    """`--policy`, what overrides it, and budgets. `axes`: those of AXES take lists (`--retain` divides by `/`)."""
     group = parser.add_argument_group("checkpoint policy (scheduler/checkpoint_policy.py)")
-    group.add_argument("--policy", choices=tuple(PRESETS), default="ours", help="preset (default: ours)")
-    group.add_argument(
-        "--retain", metavar="LIST", help="boundaries that deserve a slot, e.g. resend,junction"
-    )
-    group.add_argument("--exports", choices=tuple(EXPORTS), help="states a forward may export")
-    group.add_argument("--chunk-ends", choices=("floored", "free"), help="may a chunk end inside a block?")
-    group.add_argument(
-        "--draft-filing", choices=FILINGS, help="all but token file a draft row by its hidden state"
-    )
-    group.add_argument(
-        "--block-size", type=int, metavar="N", help="tokens (default: 64; public presets: 512)"
-    )
-    group.add_argument(
-        "--max-batched-tokens", type=int, default=4096, metavar="N", help="step budget (default: 4096)"
-    )
-    group.add_argument("--mixed-prefill-tokens", type=int, default=1024, metavar="N",
-                       help="prefill beside decodes, per step; 0: no cap (default: 1024)")  # fmt: skip
-    group.add_argument("--no-prefix-cache", action="store_true", help="publish and reuse nothing")
+
+    def add(flag: str, convert: Convert, metavar: str, text: str, default: Any = None) -> None:
+        separator = "/" if flag == "--retain" else ","
+        if axes:
+            convert, metavar = listed(convert, separator), f"{metavar}{separator}.."
+            default = None if flag == "--policy" else [default]
+        group.add_argument(flag, type=convert, metavar=metavar, help=text, default=default)
+
+    presets = f"preset: {', '.join(PRESETS)} (default: {'all' if axes else 'ours'})"
+    add("--policy", one_of(*PRESETS), "NAME", presets, "ours")
+    add("--retain", str, "LIST", "boundaries that deserve a slot, e.g. resend,junction; or none")
+    add("--exports", one_of(*EXPORTS), "N", "states a forward may export: 0, 1, many")
+    add("--chunk-ends", one_of(*CHUNK_ENDS), "WHERE", "a chunk may end inside a block: free; or not: floored")
+    add("--draft-filing", one_of(*FILINGS), "HOW", "token, or by the hidden state: drop, key, tag, off")
+    add("--block-size", at_least(1), "N", "tokens (default: 64; public presets: 512)")
+    add("--max-batched-tokens", at_least(1), "N", "step budget (default: 4096)", 4096)
+    fixed = group.add_argument
+    fixed("--mixed-prefill-tokens", type=at_least(0), default=1024, metavar="N",
+          help="prefill beside decodes, per step; 0: no cap (default: 1024)")  # fmt: skip
+    fixed("--kv-tokens", type=at_least(1), metavar="N",
+          help="per attention group (default: by free memory; without a model plenty)")  # fmt: skip
+    fixed("--checkpoint-slots", type=at_least(0), metavar="N",
+          help="beyond those of running requests (default: 32; without a model plenty)")  # fmt: skip
+    fixed("--no-prefix-cache", action="store_true", help="publish and reuse nothing")
 
 
 def policy_from(args: Any, capability: Capability, draft_architecture: str | None) -> Policy:
     """The policy that parsed arguments, or EngineOptions, describe, under what the kernel can do."""
-    exports = EXPORTS[args.exports] if args.exports else MANY
-    free = args.chunk_ends != "floored"
-    masked = Capability(
-        min(capability.exports, exports), capability.export_grid, capability.free_chunk_ends and free
-    )
+    for name, allowed in (("exports", tuple(EXPORTS)), ("chunk_ends", CHUNK_ENDS)):
+        if (value := getattr(args, name)) not in (None, *allowed):
+            raise ValueError(f"{name} is {value!r}, expected one of {', '.join(allowed)}")
+    if args.no_prefix_cache and args.retain is not None:
+        raise ValueError("no_prefix_cache keeps no checkpoint and retain asks for some; leave one out")
+    exports = MANY if args.exports is None else EXPORTS[args.exports]
+    free = capability.free_chunk_ends and args.chunk_ends != "floored"
     return make_policy(
         "none" if args.no_prefix_cache else args.policy,
-        masked,
+        Capability(min(capability.exports, exports), capability.export_grid, free),
         draft_architecture=draft_architecture,
         block_size=args.block_size,
-        retain=args.retain.split(",") if args.retain else None,
+        retain=None if args.retain is None else [name.strip() for name in args.retain.split(",")],
         filing=args.draft_filing,
     )
 
 
 def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
-    """The drafter that is assumed where no model is loaded."""
-    group = parser.add_argument_group("drafter, where no model is loaded")
-    group.add_argument("--draft-tokens", type=int, default=3, metavar="N", help="0: no drafter (default: 3)")
+    """The drafter that is assumed where no model runs."""
+    group = parser.add_argument_group("drafter")
+    group.add_argument("--draft-tokens", type=at_least(0), metavar="N",
+                       help="0: no drafter (default: 3; for a model's prompts 0, as generate runs them)")  # fmt: skip
     group.add_argument("--draft-architecture", default=DECLARED_DRAFT_ARCHITECTURE, metavar="NAME",
                        help="one that declares nothing shows the fallback (default: %(default)s)")  # fmt: skip
 
 
-def assumed_drafter(args: argparse.Namespace) -> str | None:
+def assumed_drafter(args: argparse.Namespace, default_depth: int = 3) -> str | None:
     """The assumed drafter's architecture; None at depth 0."""
-    return args.draft_architecture if args.draft_tokens else None
+    depth = default_depth if args.draft_tokens is None else args.draft_tokens
+    return args.draft_architecture if depth else None

@@ -1,12 +1,14 @@
 """Show how prompts would be scheduled: chunks, exports, published checkpoints, and why.
 
-Runs the real scheduler without a model. Prompts are given by length (and share no token), or as text through a
-model's tokenizer; every request leaves after its prompt.
+Runs the real scheduler and no model. Prompts are given by length (they share no token), or as text through a model's
+tokenizer; they arrive together and leave after their prompt. The JSON document holds what the table and the picture
+show; only why a request waits is in the table alone.
 """
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +16,16 @@ from engine.commands.policy_options import (
     add_drafter_arguments,
     add_policy_arguments,
     assumed_drafter,
+    at_least,
     policy_from,
 )
 from engine.commands.trace_svg import draw
 from scheduler.checkpoint_policy import Capability, Policy
-from scheduler.plan import StepPlan
+from scheduler.plan import ScheduledChunk, StepPlan
 from scheduler.simulation import RequestTrace, Simulation
 
+EMBEDDED_MODEL = Path(__file__).resolve().parents[2] / "model" / "embedded"
+PLENTY_TOKENS, PLENTY_SLOTS = 1 << 26, 1 << 16
 EXAMPLES = """examples:
   python cli.py trace --lengths 32320 --policy generic
   python cli.py trace --lengths 2002,2002,2002 --svg trace.svg"""
@@ -28,38 +33,27 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `trace`."""
-    parser.add_argument("prompts", nargs="*", metavar="PROMPT", help="text prompts, with --model")
-    parser.add_argument("--model", metavar="DIR", help="whose tokenizer encodes text prompts")
-    parser.add_argument("--lengths", metavar="N,N", help="prompt lengths in tokens, instead of text")
-    parser.add_argument("--separate", action="store_true", help="each prompt alone, on an empty cache")
-    parser.add_argument(
-        "--cached", type=int, default=0, metavar="N", help="the first N tokens are there already"
-    )
-    parser.add_argument("--kv-tokens", type=int, default=1 << 26, metavar="N", help="per attention group")
-    parser.add_argument(
-        "--checkpoint-slots", type=int, default=1 << 16, metavar="N", help="beyond the running ones"
-    )
+    add = parser.add_argument
+    add("prompts", nargs="*", metavar="PROMPT", help="prompt text, instead of --lengths")
+    add("--model", metavar="DIR", help="whose tokenizer encodes text (default: the embedded model)")
+    add("--lengths", metavar="N,N", help="prompt lengths in tokens")
+    add("--separate", action="store_true", help="each prompt alone, on an empty cache")
+    add("--cached", type=at_least(0), default=0, metavar="N",
+        help="an external store brings rows and state of each prompt's first N tokens")  # fmt: skip
     add_policy_arguments(parser)
     add_drafter_arguments(parser)
-    parser.add_argument("--svg", metavar="FILE", help="draw the steps")
-    parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
+    add("--svg", metavar="FILE", help="draw the steps")
+    add("--json", action="store_true", help="one JSON document on stdout")
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the step table, or the JSON document; exit code 0."""
     prompts = prompts_from(args)
-    policy = policy_from(args, Capability(), assumed_drafter(args))
-    groups = [[prompt] for prompt in prompts] if args.separate else [prompts]
+    policy = policy_from(args, Capability(), assumed_drafter(args, default_depth=3 if args.lengths else 0))
     traces: list[RequestTrace] = []
     plans: list[StepPlan] = []
-    for group in groups:
-        simulation = Simulation(
-            policy,
-            max_batched_tokens=args.max_batched_tokens,
-            mixed_prefill_tokens=args.mixed_prefill_tokens,
-            num_blocks=max(args.kv_tokens // policy.block_size, 1),
-            num_slots=args.checkpoint_slots + len(group),
-        )
+    for group in [[prompt] for prompt in prompts] if args.separate else [prompts]:
+        simulation = simulate(args, policy, len(group))
         requests = [simulation.request(tokens, external=args.cached) for tokens in group]
         for request in requests:
             request.request_id += len(traces)
@@ -68,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     document = as_document(policy, args.max_batched_tokens, traces, plans)
     if args.svg:
         Path(args.svg).write_text(draw(document), encoding="utf-8")
-    print(json.dumps(document) if args.json else table(document))
+    print(json.dumps(document) if args.json else table(document, [plan.waits for plan in plans]))
     return 0
 
 
@@ -76,20 +70,46 @@ def prompts_from(args: argparse.Namespace) -> list[Sequence[int]]:
     """Token ids of every prompt. ValueError unless there is exactly one kind of prompt."""
     if bool(args.lengths) == bool(args.prompts):
         raise ValueError("give prompts as text or as --lengths, one of the two")
-    if args.lengths:
-        lengths = [int(part) if part.strip().isdigit() else 0 for part in args.lengths.split(",")]
-        if min(lengths) < 1 or args.cached >= min(lengths):
-            raise ValueError(
-                f"--lengths {args.lengths!r}: expected lengths in tokens above --cached {args.cached}"
-            )
-        ends = [sum(lengths[: i + 1]) for i in range(len(lengths))]
-        return [range(end - length, end) for length, end in zip(lengths, ends, strict=True)]
-    from engine.text import Tokenizer  # text alone needs it
+    prompts = lengths_as_prompts(args) if args.lengths else encoded(args)
+    if args.cached and args.cached >= min(map(len, prompts)):
+        raise ValueError(
+            f"--cached is {args.cached}, the shortest prompt has {min(map(len, prompts))} tokens; at least the last"
+            " token of a prompt has to be computed"
+        )
+    return prompts
 
-    tokenizer = Tokenizer.load(Path(args.model)) if args.model else None
+
+def lengths_as_prompts(args: argparse.Namespace) -> list[Sequence[int]]:
+    """Prompts of the given lengths that share no token. No model is needed, and none may be named."""
+    lengths = [int(part) if part.strip().isdecimal() else 0 for part in args.lengths.split(",")]
+    if min(lengths) < 1:
+        raise ValueError(f"--lengths is {args.lengths!r}, expected tokens, for instance 32320,32770")
+    if args.model is not None:
+        raise ValueError("--model encodes text; --lengths need no model: give one or the other")
+    return [range(end - length, end) for length, end in zip(lengths, accumulate(lengths), strict=True)]
+
+
+def encoded(args: argparse.Namespace) -> list[Sequence[int]]:
+    """Text through the model's tokenizer."""
+    from engine.text import Tokenizer  # slow to import, and lengths need none
+
+    directory = args.model or EMBEDDED_MODEL
+    tokenizer = Tokenizer.load(Path(directory))
     if tokenizer is None:
-        raise ValueError("text prompts need --model, a directory with tokenizer.json")
+        raise ValueError(f"{directory} has no tokenizer.json; name another --model, or give --lengths")
     return [tokenizer.encode(text) for text in args.prompts]
+
+
+def simulate(args: argparse.Namespace, policy: Policy, num_requests: int) -> Simulation:
+    """A scheduler over an empty cache of the size that the arguments name."""
+    spare = PLENTY_SLOTS if args.checkpoint_slots is None else args.checkpoint_slots
+    return Simulation(
+        policy,
+        max_batched_tokens=args.max_batched_tokens,
+        mixed_prefill_tokens=args.mixed_prefill_tokens,
+        num_blocks=max((args.kv_tokens or PLENTY_TOKENS) // policy.block_size, 1),
+        num_slots=num_requests + spare,
+    )
 
 
 def as_document(
@@ -111,7 +131,7 @@ def _request(trace: RequestTrace) -> dict[str, Any]:
         "cached": trace.chunks[0].start,
         "forwards": len(trace.chunks),
         "chunks": [len(chunk.token_ids) for chunk in trace.chunks],
-        "exports": [[m for m, _ in chunk.exports if m < chunk.end] for chunk in trace.chunks],
+        "exports": [_exports(chunk) for chunk in trace.chunks],
         "published": trace.published,
         "resend_hit": trace.resend_hit,
         "extend_hit": trace.extend_hit,
@@ -126,7 +146,7 @@ def _step(number: int, plan: StepPlan) -> dict[str, Any]:
             "start": chunk.start,
             "end": chunk.end,
             "write_from": chunk.write_from,
-            "exports": [m for m, _ in chunk.exports if m < chunk.end],
+            "exports": _exports(chunk),
             "publishes": list(chunk.publishes),
             "reason": chunk.reason,
         }
@@ -136,30 +156,44 @@ def _step(number: int, plan: StepPlan) -> dict[str, Any]:
     return {"step": number, "chunks": chunks, "decodes": decodes, "unused": plan.unused_tokens}
 
 
-def table(document: dict[str, Any]) -> str:
-    """The steps for people, and a line per request."""
+def _exports(chunk: ScheduledChunk) -> list[int]:
+    """Positions inside the chunk; the state at its end needs no export."""
+    return [position for position, _ in chunk.exports if position < chunk.end]
+
+
+def table(document: dict[str, Any], waits: Sequence[Mapping[int, str]]) -> str:
+    """The steps for people, who waits in each and why, and a line per request."""
     lines = [f"policy {document['policy']}, block {document['block']}, budget {document['budget']}", ""]
-    lines.append(
-        f"{'step':>5} {'request':>7} {'start':>9} {'end':>9} {'tokens':>7}  exports; publishes; why it ends there"
-    )
-    for step in document["steps"]:
-        for chunk in step["chunks"]:
-            marks = [f"exports {_list(chunk['exports'])}"] if chunk["exports"] else []
-            marks += [f"publishes {_list(chunk['publishes'])}"] if chunk["publishes"] else []
-            size = chunk["end"] - chunk["start"]
-            position = f"{chunk['start']:>9,} {chunk['end']:>9,} {size:>7,}"
+    columns = f"{'step':>5} {'request':>7} {'start':>9} {'end':>9} {'tokens':>7}"
+    lines.append(f"{columns}  exports; publishes; why it ends there")
+    for step, waiting in zip(document["steps"], waits, strict=True):
+        lines += [f"{step['step']:>5} {_chunk_line(chunk)}" for chunk in step["chunks"]]
+        for reason in dict.fromkeys(waiting.values()):
+            who = ", ".join(str(request) for request, why in waiting.items() if why == reason)
             lines.append(
-                f"{step['step']:>5} {chunk['request']:>7} {position}  {'; '.join([*marks, chunk['reason']])}"
+                f"{step['step']:>5} {who:>7} {reason} ({step['unused']:,} tokens of the step unused)"
             )
-    lines.append("")
-    for index, request in enumerate(document["requests"]):
-        found = _list(request["published"][-3:]) if request["published"] else "nothing"
-        lines.append(
-            f"request {index}: {request['prompt']:,} tokens in {request['forwards']} forwards; holds"
-            f" {request['checkpoints_held']} checkpoints (newest {found}); a resend hits {request['resend_hit']:,},"
-            f" a longer prompt {request['extend_hit']:,}"
-        )
-    return "\n".join(lines)
+    requests = [_request_line(number, request) for number, request in enumerate(document["requests"])]
+    return "\n".join([*lines, "", *requests])
+
+
+def _chunk_line(chunk: Mapping[str, Any]) -> str:
+    marks = [f"exports {_list(chunk['exports'])}"] if chunk["exports"] else []
+    marks += [f"publishes {_list(chunk['publishes'])}"] if chunk["publishes"] else []
+    size = chunk["end"] - chunk["start"]
+    replayed = min(chunk["write_from"], chunk["end"]) - chunk["start"]
+    marks += [f"runs {replayed:,} without writing"] if replayed > 0 else []
+    columns = f"{chunk['request']:>7} {chunk['start']:>9,} {chunk['end']:>9,} {size:>7,}"
+    return f"{columns}  {'; '.join([*marks, chunk['reason']])}"
+
+
+def _request_line(number: int, request: Mapping[str, Any]) -> str:
+    found = f" (newest: {_list(request['published'][-3:])})" if request["published"] else ""
+    return (
+        f"request {number}: {request['prompt']:,} tokens, {request['cached']:,} cached, {request['forwards']} forwards;"
+        f" holds {request['checkpoints_held']} checkpoints{found}; a resend hits {request['resend_hit']:,},"
+        f" a longer prompt {request['extend_hit']:,}"
+    )
 
 
 def _list(positions: Sequence[int]) -> str:

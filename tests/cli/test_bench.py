@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from engine.commands import bench
+from engine.commands import bench, bench_model
 from tests.command import run_cli
 from tests.oracles import read_tensors, tiny_config, transformers_logits, write_checkpoint
 
@@ -39,7 +39,7 @@ Log = list[tuple[str, tuple[int, ...]]]
 
 def compare(speeds: dict[str, list[float]], log: Log) -> dict[str, Any]:
     sides = {name: ScriptedEngine(name, values, log) for name, values in speeds.items()}
-    return bench.compare(sides, PROMPTS, lambda side, ids: side.decode(ids, 1))  # type: ignore[arg-type]
+    return bench_model.compare(sides, PROMPTS, lambda side, ids: side.decode(ids, 1))  # type: ignore[arg-type]
 
 
 def test_all_sides_take_turns_on_equal_prompts_after_one_reading_of_each() -> None:
@@ -69,7 +69,7 @@ def test_without_a_peer_there_is_no_ratio() -> None:
 
 
 def test_the_expanded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
-    bench.write_bf16(DATA / "bf16", tmp_path)
+    bench_model.write_bf16(DATA / "bf16", tmp_path)
     facts, stored = (
         json.loads((DATA / "bf16" / "ref.json").read_text()),
         load_file(DATA / "bf16" / "ref.safetensors"),
@@ -82,7 +82,7 @@ def test_the_expanded_checkpoint_is_the_same_model(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["modelopt", "ct"])
 def test_quantised_experts_are_expanded_by_their_own_scales(tmp_path: Path, form: str) -> None:
-    bench.write_bf16(DATA / form, tmp_path)
+    bench_model.write_bf16(DATA / form, tmp_path)
     assert not any(name.endswith(("_scale_2", "global_scale", "packed")) for name in read_tensors(tmp_path))
     facts, stored = (
         json.loads((DATA / form / "ref.json").read_text()),

@@ -69,6 +69,14 @@ def deviation(hyper: HyperConnection, oracle: Oracle, streams: Tensor) -> float:
     return (written - oracle.write(streams, y)).abs().max().item()
 
 
+@pytest.mark.parametrize("num_tokens", [1, 130, 257])
+def test_rows_do_not_depend_on_the_blocks_they_are_computed_in(num_tokens: int) -> None:
+    """A single row takes a path of its own; more rows are taken 128 at a time."""
+    hyper, oracle = random_site(4.0)
+    streams = tiny.normal(num_tokens, N, HIDDEN, seed=5)
+    assert deviation(hyper, oracle, streams) < TOLERANCE
+
+
 @pytest.mark.parametrize("std", [0.5, 4.0])
 def test_a_site_is_its_definition(std: float) -> None:
     hyper, oracle = random_site(std)

@@ -40,7 +40,7 @@ class Contents:
         self.label_positions: dict[bytes, int] = {}
         self.labelled: dict[int, int] = {}  # blocks of a request whose keys are labelled
         self.wiped: list[set[int]] = [set() for _ in blocks.groups]
-        self.positions: dict[int, int] = {}  # slot -> position its last export wrote
+        self.positions: dict[int, int] = {}  # slot -> position of what was last written to it
         self.wrong_draft_rows: list[tuple[int, int]] = []  # (request, slot position) read and not its own
 
     def taken(self, request: Request, chunk: ScheduledChunk) -> None:
@@ -83,6 +83,7 @@ class Contents:
             self.positions[slot] = position
         private(self.blocks.slots, running.slot)
         self.fill(running, states[chunk.end])
+        self.positions[running.slot] = chunk.end
 
     def shift(self) -> int:
         """Tokens that a draft row's slot must be followed by, plus one, for the row to be made."""

@@ -8,7 +8,6 @@ from scheduler.checkpoint_policy import (
     Capability,
     Policy,
     Prefill,
-    Retention,
     Reuse,
     make_policy,
 )
@@ -22,7 +21,7 @@ def build(
     capability: Capability | None = None,
     draft: str | None = DECLARED_DRAFT_ARCHITECTURE,
     block: int | None = None,
-    retain: Iterable[Retention] | None = None,
+    retain: Iterable[str] | None = None,
     filing: str | None = None,
 ) -> Policy:
     """A preset on a backend that can do everything, with the drafter of the checkpoint."""

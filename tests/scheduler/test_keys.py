@@ -17,6 +17,14 @@ def keys(
     return list(chain)
 
 
+def test_a_slice_of_a_chain_has_the_boundaries_above_its_start_up_to_its_end() -> None:
+    chain = KeyChain(4, 0)
+    chain.extend(TOKENS, [])
+    assert chain.between(0, 40) == list(chain)
+    assert chain.between(8, 16) == [chain.at(12), chain.at(16)]
+    assert chain.between(16, 16) == []
+
+
 def test_keys_have_at_least_128_bits() -> None:
     assert KEY_BYTES * 8 >= 128
     assert {len(key) for key in keys(TOKENS)} == {KEY_BYTES}

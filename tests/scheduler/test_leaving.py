@@ -2,6 +2,7 @@
 
 import pytest
 
+from scheduler.request import Request
 from tests.scheduler.simulation import DRAFTER, Simulation, engine, published, reference, sizes
 
 PROMPT = list(range(100))
@@ -117,10 +118,9 @@ def test_without_a_slot_for_the_next_a_rolling_checkpoint_stays_where_it_was() -
     request = run.add(PROMPT, 8)
     reasons = [run.step().chunks[0].reason for _ in range(3)]
     assert reasons == ["budget", *(f"budget; no slot for {m}: 2 of 2 in use" for m in (32, 48))]
-    run.preempt(request)
-    assert run.step().chunks[0].start == 16
-    run.drain()
-    assert request.output == reference(PROMPT, 8)
+    assert request.rolling is not None and request.rolling.position == 16
+    run.finish(request)
+    assert published(run, request) == [16, 48]  # the running slot itself is the checkpoint at 48
 
 
 @pytest.mark.parametrize("known", range(128, 147))
@@ -208,3 +208,93 @@ def test_a_failed_forward_publishes_nothing_and_earlier_ones_stay() -> None:
     assert advance.finish_reason == "error" and in_use(run) == [0, 0, 0, 0]
     assert published(run, request) == [64]
     assert run.run(PROMPT).num_cached_tokens == 64
+
+
+def crowded(**options: object) -> tuple[Simulation, Request]:
+    """Two requests and two slots: none is left for a checkpoint."""
+    run = loop(budget=17, slots=2, **options)
+    run.add([7], 200)
+    run.step()
+    return run, run.add(PROMPT, 64)
+
+
+@pytest.mark.parametrize("how", ["preempt", "finish"])
+@pytest.mark.parametrize("steps", [1, 3, 6, 7, 19, 20, 35])
+def test_a_running_slot_on_a_boundary_is_handed_over_without_a_copy(how: str, steps: int) -> None:
+    """In prefill and in decode, when no slot was free for a checkpoint."""
+    run, request = crowded()
+    for _ in range(steps):
+        run.step()
+    computed, slot = request.num_computed_tokens, request.recurrent_slot
+    assert request.rolling is None and slot is not None
+    getattr(run, how)(request)
+    assert published(run, request) == ([computed] if computed % 16 == 0 else [])
+    assert [*run.blocks.slots._idle] == ([slot] if computed % 16 == 0 else [])
+    if how == "preempt":
+        run.finish(run.requests[0])  # a resume reads one slot and writes another
+        assert run.step().chunks[0].start == (computed if computed % 16 == 0 else 0)
+    run.drain()
+    assert all(r.output == reference(r.prompt, len(r.output)) for r in run.requests.values())
+
+
+@pytest.mark.parametrize(("retain", "handed"), [("progress", [32]), ("decode", []), ("resend", []), ("", [])])
+def test_a_running_slot_is_handed_over_only_as_retention_promises(retain: str, handed: list[int]) -> None:
+    run, request = crowded(retain=[retain] if retain else [])
+    run.step(), run.step()
+    run.preempt(request)
+    assert published(run, request) == handed
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_running_slot_that_a_forward_may_have_written_is_nobodys(fails: bool) -> None:
+    """Cancelled between launch and commit, or failed: the slot is at another position, or broken."""
+    run, request = crowded()
+    run.step(), run.step()
+    plan = run.schedule()
+    if fails:
+        run.errors = {request.request_id: "broken"}
+        run.commit(plan)
+    else:
+        run.finish(request)
+    assert published(run, request) == []
+    run.blocks.check(run.scheduler.running)
+
+
+def test_a_pool_of_one_slot_hands_nothing_over() -> None:
+    """A hit would have to read the slot and write it, and wait for another for ever."""
+    run = loop(slots=1)
+    request = run.add(PROMPT, 8)
+    run.step()
+    run.preempt(request)
+    run.drain()
+    assert request.output == reference(PROMPT, 8)
+
+
+@pytest.mark.parametrize("filing", ["token", "drop", "key", "tag", "off"])
+def test_after_a_reset_later_blocks_are_findable_again(filing: str) -> None:
+    run = loop(filing=filing)
+    request = run.add(PROMPT, 8)
+    for _ in range(3):
+        run.step()
+    run.blocks.reset_cache(run.scheduler.running)
+    assert run.blocks.groups[0].num_keyed == 0
+    run.drain()
+    assert request.output == reference(PROMPT, 8)
+    longer = run.run([*PROMPT, *request.output, 5], 4)
+    assert longer.num_cached_tokens == (80 if filing == "drop" else 96)
+
+
+@pytest.mark.parametrize("stop", [48, 96, 144])
+def test_a_resume_is_a_chunk_boundary(stop: int) -> None:
+    """Preempted at a boundary: tokens, chunks and published boundaries of a run whose chunk ended there."""
+    outcomes = []
+    for preempted in (False, True):
+        run = loop(budget=48)
+        request, chunks = run.add(list(range(200)), 4), []
+        while run.scheduler.has_work:
+            chunks += [(chunk.start, chunk.end, chunk.publishes) for chunk in run.step().chunks]
+            if preempted and request.num_computed_tokens == stop:
+                run.preempt(request)
+                preempted = False
+        outcomes.append((request.output, chunks, set(published(run, request)) - {stop}))
+    assert outcomes[0] == outcomes[1]

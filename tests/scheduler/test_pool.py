@@ -172,3 +172,13 @@ class TestCheck:
         del pool._key_of[place], pool._place_of[A]
         with pytest.raises(AssertionError):
             pool.check([])
+
+
+def test_keys_are_found_up_to_the_first_gap_and_idle_places_counted() -> None:
+    pool = Pool(4)
+    places = [pool.allocate() or 0 for _ in range(3)]
+    for place, key in zip(places, (b"a", b"b", b"d"), strict=True):
+        pool.publish(place, key)
+    assert [pool.num_found(keys) for keys in ([b"a", b"b"], [b"a", b"c", b"d"], [b"c"], [])] == [2, 1, 0, 0]
+    pool.release(places[1])
+    assert pool.num_idle(places) == 1

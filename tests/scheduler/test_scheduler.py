@@ -39,7 +39,7 @@ class TestOrder:
             run.add(prompt(length, seed), 8)
         plan = run.step()
         assert sizes(plan) == {0: 40}
-        assert plan.waits == {1: "waits for pages"}
+        assert plan.waits == {1: "waits for pages", 2: "waits behind request 1"}
         assert not any(2 in step and 1 not in step and 0 in step for step in map(sizes, run.drain()))
         assert_right(run)
 

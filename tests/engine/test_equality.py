@@ -1,0 +1,157 @@
+"""Policies, filings, budgets, hits, preemptions and batch mates change no greedy token in float32, and a failing
+combination says where it first went wrong.
+
+`pytest -m slow tests/engine/test_equality.py` runs the full product; without it a selection in which every pair of
+values meets. Filings only matter with a drafter: cells with equal plans are run once.
+"""
+
+from itertools import product
+
+import pytest
+from torch import Tensor
+
+from model.batch import Batch
+from model.glm5_next import TrunkCache
+from model.kda import KdaState
+from scheduler.checkpoint_policy import DECLARED_DRAFT_ARCHITECTURE
+from scheduler.plan import ScheduledChunk, StepPlan
+from tests.engine.divergence import first_divergence, recording, wrong_tokens
+from tests.engine.equality import (
+    AXES,
+    WHOLE,
+    Cell,
+    Oracle,
+    Player,
+    pairs,
+    pairwise,
+    plans_of,
+    play,
+    policy_of,
+    rounds,
+    subject,
+)
+
+SELECTION = [Cell(*values) for values in pairwise(list(AXES.values()))]
+Work = tuple[str, int, tuple[tuple[ScheduledChunk, ...], ...]]  # model, block, chunks of every step
+checked: set[Work] = set()
+
+
+def expected_tokens(cell: Cell) -> list[list[int]]:
+    of = subject(cell.subject)
+    return [of.answer(ask.prompt)[: ask.new_tokens] for asks in rounds(cell.scenario, of) for ask in asks]
+
+
+def verify(cell: Cell) -> None:
+    """Check a cell, unless one with equal plans was checked."""
+    planned = plans_of(cell)
+    block = policy_of(cell.policy, cell.filing).block_size
+    work: Work = (cell.subject, block, tuple(plan.chunks for plan in planned))
+    if work not in checked:
+        check(cell, planned)
+        checked.add(work)
+
+
+def check(cell: Cell, planned: list[StepPlan]) -> None:
+    """Run a cell: its tokens, the hits it was promised, and that it did the work that was planned for it."""
+    player = play(cell)
+    if [request.output for request in player.requests] != expected_tokens(cell):
+        pytest.fail(f"{cell}\n{explanation(cell)}")
+    assert player.plans == planned
+    check_hits(cell, player)
+
+
+def explanation(cell: Cell) -> str:
+    """The wrong tokens of a cell, and the first tensor that is not that of an uncached forward."""
+    model = subject(cell.subject).model
+    with recording(model) as forwards:
+        player = play(cell)
+    lines = wrong_tokens(model, player, dict(enumerate(expected_tokens(cell))))
+    return "\n".join([*lines, f"first divergence: {first_divergence(model, player, forwards)}"])
+
+
+def check_hits(cell: Cell, player: Player) -> None:
+    """Warm requests hit where the policy promises it, and preempted ones resume from a checkpoint."""
+    asks = [ask for asks in rounds(cell.scenario, subject(cell.subject)) for ask in asks]
+    hits = [
+        request.num_cached_tokens > 0 for request, ask in zip(player.requests, asks, strict=True) if ask.hit
+    ]
+    assert hits == [cell.policy != "none"] * len(hits)
+    if cell.scenario != "resumed":
+        return
+    assert player.scheduler.num_preemptions >= 4
+    restored = [c for plan in player.plans for c in plan.chunks if c.restore_from is not None]
+    assert len(restored) >= 2 or cell.policy == "none"
+
+
+def test_the_selection_holds_every_pair_of_values() -> None:
+    everything = {pair for cell in product(*AXES.values()) for pair in pairs(cell)}
+    assert {pair for cell in SELECTION for pair in pairs(cell)} == everything
+    assert len(SELECTION) <= 50  # of 1,500; no cover of 5 x 6 values has fewer than 30
+
+
+@pytest.mark.parametrize("cell", SELECTION, ids=str)
+def test_greedy_tokens_are_those_of_the_prompt_alone(cell: Cell) -> None:
+    verify(cell)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("values", list(product(*(AXES[k] for k in ("subject", "budget", "policy", "scenario")))),
+                         ids=str)  # fmt: skip
+def test_full_product(values: tuple[str, int, str, str]) -> None:
+    name, budget, policy, scenario = values
+    for filing in AXES["filing"]:
+        verify(Cell(name, budget, policy, filing, scenario))
+
+
+@pytest.mark.parametrize("policy", AXES["policy"])
+def test_filings_plan_alike_without_a_drafter_and_differ_with_one(policy: str) -> None:
+    of, hits = subject("tiny"), {}
+    for filing in AXES["filing"]:
+        cells = [Cell("tiny", 16, policy, filing, scenario) for scenario in AXES["scenario"]]
+        assert [plans_of(cell) for cell in cells] == [
+            plans_of(cell._replace(filing="token")) for cell in cells
+        ]
+        player = Player(policy_of(policy, filing, DECLARED_DRAFT_ARCHITECTURE), WHOLE, Oracle(of.answer))
+        player.play(rounds("resend", of))
+        hits[filing] = player.requests[1].num_cached_tokens
+    assert policy == "none" or hits["drop"] < hits["token"]
+
+
+def test_the_trace_names_a_fault_in_a_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, layer = Cell("tiny", 16, "ours", "token", "cold"), subject("tiny").model.layers[3]
+    starts, layer_forward, ffn_forward = [0], layer.forward, layer.ffn.forward
+
+    def forward(streams: Tensor, batch: Batch, cache: TrunkCache) -> Tensor:
+        starts[0] = batch.segments[0].start
+        return layer_forward(streams, batch, cache)
+
+    monkeypatch.setattr(layer, "forward", forward)
+    monkeypatch.setattr(layer.ffn, "forward", lambda x: ffn_forward(x) * (-3 if starts[0] == 80 else 1))
+    with pytest.raises(pytest.fail.Exception) as failure:
+        check(cell, plans_of(cell))
+    text = str(failure.value)
+    assert "first divergence: step 5, layer 3, ffn, request 0, position 80" in text
+    assert "argmax margin" in text and str(cell) in text
+
+
+@pytest.mark.parametrize("part", ["matrix", "conv"])
+def test_the_trace_names_a_state_that_a_hit_lost(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    cell, copy = Cell("tiny", WHOLE, "ours", "token", "resend"), KdaState.copy
+
+    def lossy_copy(state: KdaState, source: int, target: int) -> None:
+        copy(state, source, target)
+        getattr(state, part)[target] = 0
+
+    monkeypatch.setattr(KdaState, "copy", lossy_copy)
+    with pytest.raises(pytest.fail.Exception) as failure:
+        check(cell, plans_of(cell))
+    hit = next(i for i, plan in enumerate(plans_of(cell)) if plan.chunks[0].restore_from is not None)
+    assert f"first divergence: step {hit}, layer 0, kda, request 1, position 80" in str(failure.value)
+
+
+def test_the_trace_finds_nothing_in_a_sound_run() -> None:
+    model = subject("tiny").model
+    with recording(model) as forwards:
+        player = play(Cell("tiny", 16, "ours", "token", "mates"))
+    assert first_divergence(model, player, forwards, tolerance=1e-4) is None
+    assert "forward" not in vars(model)

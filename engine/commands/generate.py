@@ -66,8 +66,8 @@ def params_from(args: argparse.Namespace, llm: LLM) -> SamplingParams:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0; 1 if a request failed; 130 after Ctrl-C."""
-    turns = read_turns(args) if args.turns else []
     texts, ids = read_prompts(args), [parse_ids(text) for text in args.prompt_ids]
+    turns = read_turns(args) if args.turns else []
     check_chat_options(args, texts)
     llm = load_engine(args)
     params = params_from(args, llm)

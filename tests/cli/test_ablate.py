@@ -74,6 +74,9 @@ class TestWorkloads:
         for row in rows(capsys, "--workloads", "pressure"):
             assert row["recomputed_tokens"] == 8 * 16384 and row["checkpoints_held"] <= 8
             assert row["policy"] == "none" or row["page_evictions"] == 4 * 16384 // row["block"]
+            assert row["checkpoints_published"] == row["checkpoints_held"] + row["state_evictions"]
+            # 47 chunks, of which every one ends on a boundary.
+            assert row["policy"] != "generic" or row["checkpoints_published"] == row["forwards"] == 47
         limits = ("--kv-tokens", 2 * 16384, "--checkpoint-slots", 0)
         (narrow,) = rows(capsys, "--workloads", "pressure", "--policy", "ours", *limits)
         assert narrow["page_evictions"] == 6 * 16384 // 64

@@ -155,7 +155,7 @@ LONG = ",".join(["5"] * 4096)
         (["generate", "--turns", "absent.jsonl"], ["No such file", "absent.jsonl"]),
         (["generate", "x", "--turns", "README.md"], ["--turns is a conversation of its own"]),
         (["generate", "--turns", "README.md"], ["README.md line 1 is no turn", '{"user": "text"}']),
-        (["generate", "--threads", "0", "x"], ["--threads is 0", "at least 1"]),
+        (["generate", "x", "--threads", "0"], ["--threads is 0", "at least 1"]),
         (
             ["generate", "x", "--model", "absent"],
             ["absent is missing", "expected a directory with config.json"],

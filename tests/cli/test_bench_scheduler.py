@@ -52,7 +52,7 @@ class TestWhatIsTimed:
 
     @pytest.fixture
     def bench(self) -> bench_scheduler.SchedulerBench:
-        return bench_scheduler.SchedulerBench(5_000, 100, rounds=2)
+        return bench_scheduler.SchedulerBench(5_000, 1_000, rounds=2)
 
     def test_chunks_of_the_long_prompt(self, bench: bench_scheduler.SchedulerBench) -> None:
         (request,) = bench.scheduler.running

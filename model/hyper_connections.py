@@ -37,11 +37,11 @@ class SiteInput:
         if len(y) == 1:
             new = torch.addmm(self.post[0] * y, self.comb_t[0], self.streams[0])
             return new.unsqueeze(0).to(dtype)
-        out = torch.empty(self.streams.shape, dtype=dtype, device=y.device)
+        out = torch.empty_like(self.streams)
         parts = (out, self.comb_t, self.streams, self.post, y.float().unsqueeze(1))
         for new, comb_t, streams, post, own in zip(*map(row_blocks, parts), strict=True):
-            new.copy_(torch.bmm(comb_t, streams).addcmul_(post, own))
-        return out
+            torch.bmm(comb_t, streams, out=new).addcmul_(post, own)
+        return out.to(dtype)
 
 
 def row_blocks(x: Tensor) -> tuple[Tensor, ...]:

@@ -160,6 +160,9 @@ def select_rows(scores: Tensor, query_rows: Tensor, pool: int, topk_pools: int) 
 def top_mask(scores: Tensor, k: int) -> Tensor:
     """Mask of the k largest entries of each row, ties to the lowest index. scores [rows, n], n >= k."""
     threshold = scores.topk(k, sorted=True).values[:, -1:]
+    reaching = scores >= threshold
+    if bool((reaching.sum(1) == k).all()):  # no tie at the threshold
+        return reaching
     above, tied = scores > threshold, scores == threshold
     wanted = k - above.sum(1, keepdim=True)
     return above | (tied & (tied.cumsum(1) <= wanted))

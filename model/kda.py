@@ -201,16 +201,18 @@ def chunked(
     q_in, k_in, k_over = q * from_start, k * from_start, (k / from_start).transpose(2, 3)
     keep, k_to_end = total.exp().transpose(2, 3), (k * (total - decay).exp()).transpose(2, 3)
     system = (k_in @ k_over).mul_(beta).tril_(-1)
-    rhs = torch.cat([v, k_in], dim=3).mul_(beta)
+    rhs = torch.empty(*v.shape[:3], v.shape[3] + k.shape[3], device=v.device)
+    torch.mul(v, beta, out=rhs[..., : v.shape[3]])
+    torch.mul(k_in, beta, out=rhs[..., v.shape[3] :])
     solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
     update, absorbed = solved.split([v.shape[3], k.shape[3]], dim=3)
     scores = (q_in @ k_over).tril_()
     out, states = torch.empty_like(v), {}
     steps = zip(*(x.unbind() for x in (update, absorbed, scores, q_in, keep, k_to_end, out)), strict=True)
     for end, (u, w, p, q_c, keep_c, k_c, out_c) in enumerate(steps, start=1):
-        delta = torch.baddbmm(u, w, state, alpha=-1)
-        torch.baddbmm(p @ delta, q_c, state, out=out_c)
-        state = torch.baddbmm(keep_c * state, k_c, delta)
+        delta = u.baddbmm_(w, state, alpha=-1)  # in place: `update` is used up
+        torch.bmm(p, delta, out=out_c).baddbmm_(q_c, state)
+        state = (keep_c * state).baddbmm_(k_c, delta)
         if end * CHUNK_TOKENS in boundaries:
             states[end * CHUNK_TOKENS] = state
     states[num_tokens] = state

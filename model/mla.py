@@ -131,14 +131,13 @@ def prefix_attention(q: Tensor, latents: Tensor, first: int, rows: Tensor | None
         part, end = q[begin : begin + block], first + min(begin + block, queries)
         visible = latents[:end]
         if rows is None:
-            own = torch.arange(first + begin, end, device=q.device).unsqueeze(1)
-            hidden = torch.arange(end, device=q.device) > own
+            mask = torch.full((len(part), end), -torch.inf, device=q.device).triu_(first + begin + 1)
         else:
             selected = rows[begin : begin + block]
             # The column after the last takes the unused entries and is cut off.
-            hidden = torch.ones(len(part), end + 1, dtype=torch.bool, device=q.device)
-            hidden = hidden.scatter_(1, selected.masked_fill(selected < 0, end), False)[:, :-1]
+            mask = torch.full((len(part), end + 1), -torch.inf, device=q.device)
+            mask = mask.scatter_(1, selected.masked_fill(selected < 0, end), 0.0)[:, :-1]
         scores = (part.reshape(-1, width) @ visible.T).float().view(len(part), heads, -1)
-        weights = scores.masked_fill_(hidden.unsqueeze(1), -torch.inf).softmax(-1).to(q.dtype)
+        weights = scores.add_(mask.unsqueeze(1)).softmax(-1).to(q.dtype)
         out[begin : begin + block] = (weights.view(-1, end) @ visible).view_as(part)
     return out

@@ -22,8 +22,8 @@ ROW_PADDING = 16
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
-    """silu(min(gate, limit)) * clamp(up, -limit, limit), elementwise."""
-    return functional.silu(gate.clamp(max=limit)) * up.clamp(-limit, limit)
+    """silu(min(gate, limit)) * clamp(up, -limit, limit), elementwise; overwrites `gate` and `up`."""
+    return functional.silu(gate.clamp_(max=limit), inplace=True).mul_(up.clamp_(-limit, limit))
 
 
 class Mlp:
@@ -99,7 +99,7 @@ class Moe:
         begin = 0
         for expert, count in zip(hit.tolist(), counts.tolist(), strict=True):
             # The padding reads rows of the experts after this one; their results are dropped.
-            padded = x[tokens[begin : begin + count + -count % ROW_PADDING]]
+            padded = x.index_select(0, tokens[begin : begin + count + -count % ROW_PADDING])
             result = swiglu_mlp(padded, self.gate_up.select(expert), self.down.select(expert), self.limit)
             weighted = result[:count].float() * pair_weights[begin : begin + count]
             out.index_add_(0, tokens[begin : begin + count], weighted)

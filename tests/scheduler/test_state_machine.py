@@ -132,7 +132,8 @@ class Machine(RuleBasedStateMachine):
         written = self.in_flight is None or request.request_id not in {
             c.request_id for c in self.in_flight.chunks
         }
-        newest = computed and computed % BLOCK == 0 and kind in policy.retain and written
+        copyable = self.run.blocks.slots.size > 1
+        newest = computed and computed % BLOCK == 0 and kind in policy.retain and written and copyable
         promised = ({rolling.position} if rolling else set()) | ({computed} if newest else set())
         before = set(published(self.run, request))
         getattr(self.run, how)(request)

@@ -54,3 +54,32 @@ def test_preemptions_are_counted_and_the_preempted_can_be_cancelled() -> None:
     assert [*run.scheduler.waiting] == [requests[0]]
     run.drain()
     assert_right(run)
+
+
+def test_a_prompt_that_cannot_enter_with_what_is_left_is_told_so() -> None:
+    """Half of 24 is less than a step, and other steps offer it half of 40."""
+    run = loop(mixed=40, budget=200, pages=100)
+    run.add(prompt(4), 9)
+    run.step()
+    for seed in (1, 2, 3):
+        run.add(prompt(300, seed), 1)
+    plan = run.step()
+    assert sizes(plan) == {0: 1, 1: 16}
+    assert plan.waits == {2: "waits: 12 tokens are less than one step of 16", 3: "waits behind request 2"}
+
+
+def test_a_cap_of_one_token_is_kept() -> None:
+    run = loop(mixed=1, retain=[])
+    run.add(prompt(4), 9)
+    run.step()
+    run.add(prompt(5, 1), 1), run.add(prompt(5, 2), 1)
+    assert sizes(run.step()) == {0: 1, 1: 1}
+
+
+def test_a_scored_prompt_runs_from_its_first_token() -> None:
+    """Every row has to yield a log-probability, so a hit would lose those below it."""
+    run = loop()
+    run.run(prompt(40))
+    run.add(prompt(40), 0, score_prompt=True)
+    (chunk,) = run.step().chunks
+    assert (chunk.start, chunk.targets) == (0, tuple(prompt(40)[1:]))

@@ -81,6 +81,18 @@ def test_private_checkpoints_of_others_keep_nobody_waiting(slots: int) -> None:
     assert all(r.output == reference(r.prompt, 100) for r in run.requests.values())
 
 
+def test_a_free_slot_is_taken_before_a_private_checkpoint() -> None:
+    run = loop(slots=4, running=3, budget=64)
+    holder = run.add(prompt(20), 60)
+    for _ in range(20):
+        run.step()
+    kept = holder.rolling
+    run.add(prompt(20, 1), 5)
+    run.step()
+    assert len(run.scheduler.running) == 2 and holder.rolling is kept is not None
+    run.drain()
+
+
 def test_who_lacks_pages_takes_no_private_checkpoint_away() -> None:
     run = loop(slots=2, pages=5, budget=64)
     holder = run.add(prompt(20), 60)

@@ -75,9 +75,8 @@ class Kda:
         self.g_b_proj = Linear(tree.linear("g_b_proj"), dtype)
         self.o_proj = Linear(tree.linear("o_proj"), dtype)
         convs = [tree.tensor(f"{name}_conv1d.weight").squeeze(1) for name in "qkv"]
-        self.conv_taps = torch.cat(
-            convs
-        ).T.contiguous()  # [kernel, 3 * heads * head_dim]; the last tap is the current token
+        # [kernel, 3 * heads * head_dim]; the last tap is the current token
+        self.conv_taps = torch.cat(convs).T.contiguous()
         self.decay_rate = tree.tensor("A_log").exp().unsqueeze(1)  # [heads, 1]
         self.dt_bias = tree.tensor("dt_bias").view(self.heads, self.head_dim)
         self.gate_lower_bound = config.linear_gate_lower_bound

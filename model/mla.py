@@ -69,9 +69,8 @@ class Mla:
                 self._write(latent[segment.rows], segment, cache.latent)
             selections = self.indexer.select(x, q_latent, batch, cache.index)
         q = self.q_b_proj(q_latent).view(len(x), self.heads, -1) * self.scale
-        absorbed = torch.bmm(q.transpose(0, 1), self.key_up).transpose(
-            0, 1
-        )  # [num_tokens, heads, kv_lora_rank]
+        # [num_tokens, heads, kv_lora_rank]
+        absorbed = torch.bmm(q.transpose(0, 1), self.key_up).transpose(0, 1)
         mixed = torch.empty_like(absorbed)
         for segment, selection in zip(batch.segments, selections, strict=True):
             mixed[segment.rows] = self._attend(absorbed[segment.rows], segment, selection, cache.latent)

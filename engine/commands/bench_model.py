@@ -29,9 +29,8 @@ from model.config import load_config, read_json
 from model.parameters import parameter_specs
 from model.weights import load_weights
 
-HOPELESS = (
-    2.0  # a dtype of transformers that its warm-up shows so many times slower is left out of the rounds
-)
+# A dtype of transformers that its warm-up shows so many times slower is left out of the rounds.
+HOPELESS = 2.0
 
 
 class OurEngine:
@@ -153,13 +152,10 @@ def write_bf16(source: Path, target: Path) -> None:
     tree = load_weights(source, config, linear_dtype=bf16, device=torch.device("cpu"), with_mtp=False)
     tensors = {}
     for spec in parameter_specs(config, with_mtp=False):
-        tensor = (
-            tree.linear(spec.stem).expand(bf16).contiguous()
-            if spec.kind == "linear"
-            else tree.tensor(spec.name)
-        )
+        linear = spec.kind == "linear"
+        tensor = tree.linear(spec.stem).expand(bf16) if linear else tree.tensor(spec.name)
         prefix = "" if spec.stem == "lm_head" else "model.language_model."
-        tensors[prefix + spec.name] = tensor
+        tensors[prefix + spec.name] = tensor.contiguous()
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 

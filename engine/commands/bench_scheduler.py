@@ -21,10 +21,8 @@ from scheduler.simulation import INVENTED_TOKEN, Simulation
 
 NUM_DECODES, BUDGET, STEPS_PER_ROUND = 256, 4096, 10
 SCALES = (1, 10, 100)
-LONG_TOKENS, CONTEXT_TOKENS = (
-    10_000,
-    1_000,
-)  # at scale 1; the prefix that is looked up, and what a decode follows
+# At scale 1: the prefix that is looked up, and what a decode follows.
+LONG_TOKENS, CONTEXT_TOKENS = 10_000, 1_000
 ROWS = {
     "decode_s": f"plan and commit {NUM_DECODES} decodes",
     "chunk_s": f"plan and commit one chunk of {BUDGET:,}",

@@ -170,7 +170,7 @@ class LLM:
             yield delta
             if stopped:  # at the last allowed token, too, a stop string is a stop
                 reason = "stop"
-                self.scheduler.finish(advance.request, reason)
+                self.scheduler.finish(advance.request)
         if reason is not None:
             yield output.finish(reason, advance.message)
 
@@ -179,7 +179,7 @@ class LLM:
         output = self._outputs[request_id]
         if output.request.status == "finished":
             return None
-        self.scheduler.finish(output.request, reason)
+        self.scheduler.finish(output.request)
         return output.finish(reason)
 
     def result(self, request_id: int) -> Result:

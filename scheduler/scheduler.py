@@ -250,7 +250,7 @@ class Scheduler:
             if (message := result.errors.get(request.request_id)) is not None:
                 # Its forward publishes nothing.
                 advances.append(Advance(request, finish_reason="error", message=message))
-                self.finish(request, "error")
+                self.finish(request)
                 continue
             del self._in_flight[chunk.request_id]
             completes = not chunk.decodes and chunk.end >= request.prefill_end
@@ -260,7 +260,7 @@ class Scheduler:
                 self.blocks.end_prefill(request)
             self.blocks.commit(request, chunk.publishes, chunk.rolling)
             if advance.finish_reason is not None:
-                self.finish(request, advance.finish_reason)
+                self.finish(request)
             advances.append(advance)
         if self.debug:
             self.blocks.check(self.running)
@@ -276,7 +276,7 @@ class Scheduler:
         request.output.append(token)
         return Advance(request, token, "length" if len(request.output) == request.max_tokens else None)
 
-    def finish(self, request: Request, reason: FinishReason) -> None:
+    def finish(self, request: Request) -> None:
         """End a request at any moment and free what it holds; ending it again changes nothing."""
         if request.status == "finished":
             return

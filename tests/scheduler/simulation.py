@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from scheduler.block_manager import BlockManager
 from scheduler.checkpoint_policy import MANY, Capability, make_policy
 from scheduler.plan import ScheduledChunk, StepPlan, StepResult
-from scheduler.request import FinishReason, Request
+from scheduler.request import Request
 from scheduler.scheduler import Advance, Scheduler
 from tests.scheduler.contents import Contents, prefix_states
 
@@ -99,8 +99,8 @@ class Simulation(Contents):
             assert len(plans) < limit
         return plans
 
-    def finish(self, request: Request, reason: FinishReason = "cancelled") -> None:
-        self.scheduler.finish(request, reason)
+    def finish(self, request: Request) -> None:
+        self.scheduler.finish(request)
         self.account(self.scheduler.running)
 
     def preempt(self, request: Request) -> None:

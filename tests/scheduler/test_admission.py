@@ -93,6 +93,21 @@ def test_a_free_slot_is_taken_before_a_private_checkpoint() -> None:
     run.drain()
 
 
+def test_exactly_enough_pages_are_enough() -> None:
+    run = loop(pages=2, slots=2)
+    request = run.add(prompt(31), 1)
+    run.step()
+    assert request.status == "finished"
+
+
+def test_reused_tokens_cost_no_budget() -> None:
+    run = loop(budget=64)
+    run.add(prompt(60), 1)
+    run.drain()
+    again, other = run.add(prompt(60), 1), run.add(prompt(50, 1), 1)
+    assert sizes(run.step()) == {again.request_id: 12, other.request_id: 50}
+
+
 def test_who_lacks_pages_takes_no_private_checkpoint_away() -> None:
     run = loop(slots=2, pages=5, budget=64)
     holder = run.add(prompt(20), 60)

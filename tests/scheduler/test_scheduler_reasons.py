@@ -1,5 +1,10 @@
 """What happens on the way is explained and counted: rows of a step, those who wait, those who were preempted."""
 
+from scheduler.block_manager import BlockManager
+from scheduler.checkpoint_policy import Capability, make_policy
+from scheduler.plan import StepResult
+from scheduler.request import Request
+from scheduler.scheduler import Advance, Scheduler
 from tests.scheduler.simulation import Simulation, assert_right, engine, prompt, sizes
 
 
@@ -83,3 +88,25 @@ def test_a_scored_prompt_runs_from_its_first_token() -> None:
     run.add(prompt(40), 0, score_prompt=True)
     (chunk,) = run.step().chunks
     assert (chunk.start, chunk.targets) == (0, tuple(prompt(40)[1:]))
+
+
+def test_a_commit_says_whose_token_it_is_and_how_it_ended() -> None:
+    policy = make_policy("ours", Capability(), draft_architecture=None, block_size=16)
+    scheduler = Scheduler(
+        BlockManager(policy, 64, 16), max_batched_tokens=128, context_limit=999, max_running_requests=8
+    )
+    going, last, stopped, broken, long = (
+        Request(number, [number] * (20 + 80 * (number == 4)), 1 if number == 1 else 5, frozenset({9}))
+        for number in range(5)
+    )
+    for request in (going, last, stopped, broken, long):
+        scheduler.add(request)
+    result = StepResult({0: 7, 1: 8, 2: 9}, errors={3: "no finite logit"})
+    assert scheduler.commit(scheduler.schedule(), result) == [
+        Advance(going, 7),
+        Advance(last, 8, "length"),
+        Advance(stopped, finish_reason="stop"),
+        Advance(broken, finish_reason="error", message="no finite logit"),
+        Advance(long),
+    ]
+    assert scheduler.running == [going, long]

@@ -73,7 +73,8 @@ def test_a_step_of_256_decodes_whatever_the_context_and_the_cache() -> None:
         least.append(least_ms(lambda s=scheduler: step(s), 40))
         assert len(step(scheduler).chunks) == 256
     assert max(least) < 8
-    assert max(least) < 2 * min(least)  # equal work; twice for what a busy machine adds to the least of 40
+    # A cost that grew with either would be a hundredfold; a larger cache misses the CPU's more often.
+    assert max(least) < 4 * min(least)
 
 
 def test_a_chunk_of_4096_tokens() -> None:

@@ -12,6 +12,7 @@ What to keep, and how far a hit reaches, is the policy's decision, never this fi
 """
 
 from collections.abc import Iterable, Iterator
+from itertools import compress
 
 from scheduler.checkpoint_policy import Policy, Prefill, Reuse
 from scheduler.keys import KeyChain
@@ -61,7 +62,9 @@ class BlockManager:
 
     def _states(self, keys: KeyChain, matched: int) -> Iterator[int]:
         """Boundaries up to `matched` with a complete checkpoint, deepest first."""
-        return (m for m in range(matched, 0, -self.block_size) if self._complete(keys.at(m)))
+        boundaries = range(matched, 0, -self.block_size)
+        held = compress(boundaries, self.slots.which(reversed(keys.between(0, matched))))
+        return (m for m in held if self._complete(keys.at(m)))
 
     def _complete(self, key: bytes) -> bool:
         return all(pool.find(key) is not None for pool in self._state_pools)

@@ -12,7 +12,7 @@ free places first, then evicts idle ones, key first. Nothing here knows what a p
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import takewhile
 
 Key = bytes
@@ -47,6 +47,10 @@ class Pool:
     def num_found(self, keys: Iterable[Key]) -> int:
         """How many of the first keys have a place, up to the first that has none."""
         return len(list(takewhile(self._place_of.__contains__, keys)))
+
+    def which(self, keys: Iterable[Key]) -> Iterator[bool]:
+        """For each key whether there is a place under it."""
+        return map(self._place_of.__contains__, keys)
 
     def num_idle(self, places: Iterable[int]) -> int:
         """How many of these places `allocate` could hand out, were they not needed."""

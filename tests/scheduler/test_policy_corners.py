@@ -20,6 +20,7 @@ def test_all_publishes_the_end_too() -> None:
 def test_a_kernel_that_exports_anywhere_allows_blocks_of_one_token() -> None:
     policy = build("ours", capability=Capability(export_grid=1), block=1)
     assert policy.chunk(0, 3, Prefill(3, 3), 3).publishes == (2, 3)
+    assert [policy.floor(position) for position in (-1, 0, 1)] == [0, 0, 1]
 
 
 @pytest.mark.parametrize("preset", [*PRESETS, "none"])

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from engine.detokenizer import Detokenizer, ReasoningSplitter, StopMatcher
 from engine.text import Tokenizer
+from scheduler.plan import TokenLogProbs
 from scheduler.request import FinishReason, Request
 
 
@@ -24,7 +25,8 @@ class Result:
     """One request's outcome so far.
 
     `token_ids` are the delivered tokens: no stop id; after a stop string up to the token that completed it,
-    while `text` ends before it. `text` is None without a tokenizer, `reasoning` None unless it was split off.
+    while `text` ends before it. `text` is None without a tokenizer, `reasoning` None unless it was split off,
+    `log_probs`, one entry per delivered token, None unless asked for.
     """
 
     prompt_tokens: int
@@ -37,25 +39,35 @@ class Result:
     reasoning: str | None = None
     message: str | None = None
     prompt_log_probs: list[float] = field(default_factory=list)
+    log_probs: list[TokenLogProbs] | None = None
 
 
 class Output:
     """Collects one request's Result, token by token; `thinking`: its text begins in `<think>`."""
 
     def __init__(
-        self, request: Request, tokenizer: Tokenizer | None, stop: tuple[str, ...], thinking: bool
+        self,
+        request: Request,
+        tokenizer: Tokenizer | None,
+        stop: tuple[str, ...],
+        thinking: bool,
+        keep_log_probs: bool = False,
     ) -> None:
-        self.request, self.result = request, Result(len(request.prompt))
+        self.request = request
+        self.result = Result(len(request.prompt), log_probs=[] if keep_log_probs else None)
         self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
         self._matcher, self._splitter = StopMatcher(stop), ReasoningSplitter(thinking)
         self._started, self._first_token_at = time.perf_counter(), 0.0
         if tokenizer:
             self.result.text, self.result.reasoning = "", "" if thinking else None
 
-    def push(self, token: int) -> tuple[Delta, bool]:
+    def push(self, token: int, log_probs: TokenLogProbs | None = None) -> tuple[Delta, bool]:
         """Deliver one token; also whether it completed a stop string."""
         now, result = time.perf_counter(), self.result
         result.token_ids.append(token)
+        if result.log_probs is not None:
+            assert log_probs is not None, f"token {token} came without its log-probabilities"
+            result.log_probs.append(log_probs)
         if result.ttft_s is None:
             result.ttft_s, self._first_token_at = now - self._started, now
         elif now > self._first_token_at:

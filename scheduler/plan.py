@@ -42,6 +42,15 @@ class ScheduledChunk:
 
 
 @dataclass(frozen=True)
+class TokenLogProbs:
+    """A token's natural log-probability, and those of the most likely ids, descending."""
+
+    token: int
+    log_prob: float
+    top: tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
 class StepPlan:
     """One forward: chunks in row order; requests that ended since the last plan; why others wait; tokens left over."""
 

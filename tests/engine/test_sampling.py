@@ -18,11 +18,17 @@ def _support(logits: Tensor, **rules: Any) -> list[int]:
     return filtered_probs(logits, SamplingParams(**{"temperature": 1.0} | rules)).nonzero().flatten().tolist()
 
 
+def sampled(sampler: Sampler, logits: Tensor) -> int:
+    """A token without drafts."""
+    (token,) = sampler.verify(logits.unsqueeze(0))
+    return token
+
+
 @pytest.mark.parametrize("vocab", [7, 2048, 154880])
 def test_greedy_takes_the_lowest_id_among_ties(vocab: int) -> None:
     logits = torch.full((vocab,), -1.0)
     logits[[vocab // 3, vocab // 2, vocab - 1]] = 5.0
-    assert Sampler(SamplingParams(), seed=0).sample(logits) == vocab // 3
+    assert sampled(Sampler(SamplingParams(), seed=0), logits) == vocab // 3
 
 
 def test_temperature_zero_in_a_distribution_is_the_argmax() -> None:
@@ -102,7 +108,7 @@ def test_filtered_probs_is_a_distribution_holding_the_argmax(
 
 def test_draws_follow_the_distribution() -> None:
     sampler = Sampler(SamplingParams(temperature=1.0, top_k=3), seed=1)
-    counts = torch.bincount(torch.tensor([sampler.sample(TENTHS) for _ in range(4000)]), minlength=4) / 4000
+    counts = torch.bincount(torch.tensor([sampled(sampler, TENTHS) for _ in range(4000)]), minlength=4) / 4000
     assert counts[0] == 0
     # three standard deviations of a share near 1/2 over 4000 draws
     assert counts[1:].tolist() == pytest.approx([4 / 9, 2 / 9, 3 / 9], abs=0.024)
@@ -113,21 +119,21 @@ def test_same_seed_gives_the_same_tokens_alone_and_among_batch_mates() -> None:
     rows = torch.randn(20, 3, 50, generator=torch.Generator().manual_seed(0))
     alone, mixed = Sampler(params, seed=7), Sampler(params, seed=7)
     mates = [Sampler(SamplingParams(temperature=2.0), seed=8), Sampler(SamplingParams(), seed=7)]
-    expected = [alone.sample(row[1]) for row in rows]
+    expected = [sampled(alone, row[1]) for row in rows]
     found = []
     for row in rows:
-        mates[0].sample(row[0])
-        found.append(mixed.sample(row[1]))
-        mates[1].sample(row[2])
+        sampled(mates[0], row[0])
+        found.append(sampled(mixed, row[1]))
+        sampled(mates[1], row[2])
     assert found == expected
-    assert [Sampler(params, seed=9).sample(row[1]) for row in rows] != expected
+    assert [sampled(Sampler(params, seed=9), row[1]) for row in rows] != expected
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("bad", [[math.nan, 1.0], [1.0, math.nan], [-math.inf, -math.inf], [math.inf, 0.0]])
 def test_a_row_without_a_choice_fails_with_a_message(bad: list[float], temperature: float) -> None:
     with pytest.raises(SamplingError, match="largest logit"):
-        Sampler(SamplingParams(temperature=temperature, top_p=0.5), seed=0).sample(torch.tensor(bad))
+        sampled(Sampler(SamplingParams(temperature=temperature, top_p=0.5), seed=0), torch.tensor(bad))
 
 
 @pytest.mark.parametrize(
@@ -138,6 +144,7 @@ def test_a_row_without_a_choice_fails_with_a_message(bad: list[float], temperatu
         *[("top_k", bad) for bad in (-2, 1.5, True)],
         *[("max_tokens", bad) for bad in (0, -1, 2.0)],
         *[("seed", bad) for bad in (-1, 2**32, 0.5)],
+        *[("logprobs", bad) for bad in (-1, 21, 2.0, True)],
         *[("stop", bad) for bad in ("end", ["end"], ("",), (1,))],
     ],
 )

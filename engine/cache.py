@@ -6,22 +6,28 @@ Memory is reserved, not cleared: a request reads only what it wrote, and starts 
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from model.config import Glm5NextConfig
 from model.glm5_next import TrunkCache
 from model.indexer import IndexCache
 from model.kda import KdaState
+from model.linear import matmul_dtype
 from model.mla import MlaCache
+from model.mtp import DraftCache
 
 
 @dataclass(frozen=True)
 class CacheShape:
-    """Sizes of the cache: pages of `block_size` tokens, recurrent slots, and raw index rows per slot."""
+    """Sizes of the cache: pages of `block_size` tokens, recurrent slots (as many companions), and, for up to
+    `draft_tokens` drafts a step, replay rows of `num_running` requests. `own_index`: draft passes write index keys."""
 
     num_blocks: int
     block_size: int
     num_slots: int
-    ring_rows: int
+    num_running: int = 0
+    draft_tokens: int = 0
+    own_index: bool = False
 
 
 def allocate_trunk(
@@ -32,27 +38,44 @@ def allocate_trunk(
     state_dtype: torch.dtype = torch.float32,
 ) -> TrunkCache:
     """Pages and slots of every trunk layer. Latents and convolution rows in `dtype`, states in `state_dtype`."""
-    slots, head_dim = shape.num_slots, config.linear_head_dim
-    matrix = (slots, config.linear_num_heads, head_dim, head_dim)
-    conv = (slots, config.linear_conv_kernel_dim - 1, 3 * config.linear_width)
-    kda = {
-        layer: KdaState(
-            torch.empty(matrix, dtype=state_dtype, device=device),
-            torch.empty(conv, dtype=dtype, device=device),
-        )
-        for layer in config.kda_layers
-    }
-    return TrunkCache(kda, {layer: allocate_mla(config, shape, dtype, device) for layer in config.mla_layers})
+    layers, heads, head_dim = len(config.kda_layers), config.linear_num_heads, config.linear_head_dim
+    rows, depth = shape.num_running if shape.draft_tokens else 0, shape.draft_tokens
+    width, history = 3 * config.linear_width, config.linear_conv_kernel_dim - 1
+
+    def empty(*sizes: int, dtype: torch.dtype) -> Tensor:
+        return torch.empty(sizes, dtype=dtype, device=device)
+
+    recurrent = KdaState(
+        matrix=empty(shape.num_slots, layers, heads, head_dim, head_dim, dtype=state_dtype),
+        conv=empty(shape.num_slots, history, layers, width, dtype=dtype),
+        replay=empty(rows, 1 + depth, layers, heads, 3 * head_dim + 1, dtype=torch.float32),
+        conv_tail=empty(rows, depth, layers, width, dtype=dtype),
+    )
+    kda = {layer: recurrent.layer(index) for index, layer in enumerate(config.kda_layers)}
+    ring_rows = config.index_kpool + depth
+    mla = {layer: allocate_mla(config, shape, dtype, device, ring_rows) for layer in config.mla_layers}
+    return TrunkCache(recurrent, kda, mla)
+
+
+def allocate_draft(
+    config: Glm5NextConfig, shape: CacheShape, dtype: torch.dtype, device: torch.device
+) -> DraftCache:
+    """Pages and companions of the draft layer."""
+    # Rows of known tokens never have to be taken back. Only passes with an index of their own write others.
+    ring_rows = config.index_kpool + (shape.draft_tokens - 1 if shape.own_index else 0)
+    mla = allocate_mla(config, shape, dtype, device, ring_rows)
+    activation = matmul_dtype(dtype, device)
+    return DraftCache(mla, torch.empty(shape.num_slots, config.hidden_size, dtype=activation, device=device))
 
 
 def allocate_mla(
-    config: Glm5NextConfig, shape: CacheShape, dtype: torch.dtype, device: torch.device
+    config: Glm5NextConfig, shape: CacheShape, dtype: torch.dtype, device: torch.device, ring_rows: int
 ) -> MlaCache:
-    """Pages and rings of one MLA layer, a trunk layer's or the MTP layer's."""
+    """Pages and rings of one MLA layer, a trunk layer's or the draft layer's."""
     blocks, size, pool = shape.num_blocks, shape.block_size, config.index_kpool
     if size % pool:
         raise ValueError(f"block size {size} is not a multiple of index_kpool {pool}")
     pooled = torch.empty(blocks, size // pool, config.index_head_dim, dtype=dtype, device=device)
-    ring = torch.empty(shape.num_slots, shape.ring_rows, 2, config.index_head_dim, device=device)
+    ring = torch.empty(shape.num_slots, ring_rows, 2, config.index_head_dim, device=device)
     latent = torch.empty(blocks, size, config.kv_lora_rank, dtype=dtype, device=device)
     return MlaCache(latent, IndexCache(pooled, ring))

@@ -8,29 +8,31 @@
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.cache import CacheShape, allocate_trunk
+from engine.cache import CacheShape, allocate_draft, allocate_trunk
 from engine.commands.policy_options import policy_from
-from engine.memory_plan import cache_bytes, default_kv_tokens, require_memory
-from engine.options import DTYPES, EngineOptions
-from engine.output import Delta, Output, Result
+from engine.memory_plan import cache_parts, default_kv_tokens, require_memory
+from engine.options import DEFAULT_DRAFT_TOKENS, DTYPES, EngineOptions
+from engine.output import Delta, Output, Result, SpeculationStatistics
 from engine.runner import Runner
 from engine.sampling import NUM_SEEDS, SamplingParams, default_sampling
+from engine.speculation import Drafter
 from engine.text import Tokenizer, stop_token_ids
 from model.config import load_config, read_json
 from model.glm5_next import Glm5Next
 from model.kda import EXPORT_GRID_TOKENS
 from model.linear import matmul_dtype
-from model.mtp import Mtp
+from model.mtp import DRAFT_ARCHITECTURE, Mtp
 from model.random_weights import random_weights
 from model.weights import WeightTree, load_weights
 from scheduler.block_manager import BlockManager
 from scheduler.checkpoint_policy import Capability
+from scheduler.plan import TokenLogProbs
 from scheduler.request import FinishReason, Request
 from scheduler.scheduler import Advance, Scheduler
 
@@ -62,48 +64,72 @@ class LLM:
         self.tokenizer = Tokenizer.load(directory)
         self.stop_ids = stop_token_ids(self.config.eos_token_ids, self.generation_config, self.tokenizer)
         self._load(directory, progress)
+        self.statistics = SpeculationStatistics(self.draft_tokens)  # of all requests so far
         self._outputs: dict[int, Output] = {}
         self._next_id = 0
 
     def _load(self, directory: Path, progress: Progress | None) -> None:
         options, device, dtype = self.options, self.device, self.dtype
-        # Random weights stand for a machine's memory: the MTP layer is part of them.
-        with_mtp = options.random_weights and self.config.num_nextn_predict_layers > 0
-        tree = self._weight_tree(directory, with_mtp, progress)
+        tree = self._weight_tree(directory, progress)
         config, remedy = self.config, "use a smaller model or another device"
         require_memory("the weights need", tree.resident_bytes, device, remedy)
         self.model = Glm5Next(tree, config, dtype, device)
-        self.mtp = Mtp(tree, config, self.model) if with_mtp else None
-        tree.finish()
-        self.has_mtp = with_mtp or tree.has_mtp  # whether the checkpoint has a draft layer
-        policy = policy_from(options, Capability(export_grid=EXPORT_GRID_TOKENS), draft_architecture=None)
-        slots = options.max_running_requests + options.checkpoint_slots
-        state_dtype = DTYPES[options.state_dtype]
-        kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device)
-        shape = CacheShape(
-            max(kv_tokens // policy.block_size, 1), policy.block_size, slots, config.index_kpool
+        depth = options.draft_tokens
+        self.draft_tokens = (DEFAULT_DRAFT_TOKENS if tree.has_mtp else 0) if depth is None else depth
+        policy = policy_from(
+            options,
+            Capability(export_grid=EXPORT_GRID_TOKENS),
+            draft_architecture=DRAFT_ARCHITECTURE if self.draft_tokens else None,
         )
-        what = f"the cache ({shape.num_blocks} blocks, {slots} slots) needs"
-        needed = cache_bytes(config, dtype, shape, state_dtype)
-        require_memory(what, needed, device, "lower kv_tokens, checkpoint_slots or max_running_requests")
-        self.runner = Runner(self.model, allocate_trunk(config, shape, dtype, device, state_dtype))
+        first_slot = int(policy.filing == "token")
+        self.mtp = Mtp(tree, config, self.model, first_slot) if self.draft_tokens else None
+        tree.finish()
+        self.has_mtp = tree.has_mtp  # whether the checkpoint has a draft layer
+        kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device, self.draft_tokens)
+        own_index = not options.index_share
+        shape = CacheShape(
+            max(kv_tokens // policy.block_size, 1), policy.block_size,
+            options.max_running_requests + options.checkpoint_slots,
+            options.max_running_requests, self.draft_tokens, own_index,
+        )  # fmt: skip
+        self._allocate(shape)
         self.scheduler = Scheduler(
-            BlockManager(policy, shape.num_blocks, slots),
+            BlockManager(policy, shape.num_blocks, shape.num_slots),
             max_batched_tokens=options.max_batched_tokens,
             mixed_prefill_tokens=options.mixed_prefill_tokens,
             max_running_requests=options.max_running_requests,
             context_limit=config.max_position_embeddings,
+            draft_tokens=self.draft_tokens,
+            scratch_tokens=self.draft_tokens if own_index else min(self.draft_tokens, 1),
             debug=options.debug,
         )
 
-    def _weight_tree(self, directory: Path, with_mtp: bool, progress: Progress | None) -> WeightTree:
-        resident = matmul_dtype(self.dtype, self.device)
-        shared: dict[str, Any] = {"linear_dtype": resident, "device": self.device, "with_mtp": with_mtp}
+    def _allocate(self, shape: CacheShape) -> None:
+        config, dtype, device = self.config, self.dtype, self.device
+        state_dtype = DTYPES[self.options.state_dtype]
+        what = f"the cache ({shape.num_blocks} blocks, {shape.num_slots} slots) needs"
+        self.cache_parts = cache_parts(config, dtype, shape, state_dtype)
+        remedy = "lower kv_tokens, checkpoint_slots or max_running_requests"
+        require_memory(what, sum(self.cache_parts.values()), device, remedy)
+        cache, drafter = allocate_trunk(config, shape, dtype, device, state_dtype), None
+        if self.mtp is not None:
+            draft_cache = allocate_draft(config, shape, dtype, device)
+            drafter = Drafter(self.mtp, draft_cache, self.draft_tokens, self.options.index_share)
+        self.runner = Runner(self.model, cache, drafter)
+
+    def _weight_tree(self, directory: Path, progress: Progress | None) -> WeightTree:
+        wanted, resident = self.options.draft_tokens, matmul_dtype(self.dtype, self.device)
+        with_mtp = None if wanted is None else wanted > 0
+        shared: dict[str, Any] = {"linear_dtype": resident, "device": self.device}
         if not self.options.random_weights:
-            return load_weights(directory, self.config, **shared, progress=progress)
+            return load_weights(directory, self.config, **shared, with_mtp=with_mtp, progress=progress)
         num_layers = self.options.num_layers or self.config.num_hidden_layers
         self.config = self.config.first_layers(num_layers)
-        return random_weights(directory, self.config, **shared, seed=self.seed, num_layers=num_layers)
+        if with_mtp is None:
+            with_mtp = self.config.num_nextn_predict_layers > 0
+        return random_weights(
+            directory, self.config, **shared, with_mtp=with_mtp, seed=self.seed, num_layers=num_layers
+        )
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling as the checkpoint's generation_config.json says (else greedy), with `changes` applied."""
@@ -127,7 +153,10 @@ class LLM:
         # Each request of one engine seed gets a stream of its own.
         seed = (self.seed + request_id) % NUM_SEEDS if params.seed is None else params.seed
         self.runner.add(request_id, params, seed)
-        self._outputs[request_id] = Output(request, self.tokenizer, params.stop, split_reasoning)
+        with_log_probs = params.logprobs is not None
+        self._outputs[request_id] = Output(
+            request, self.tokenizer, params.stop, split_reasoning, with_log_probs
+        )
         return request_id
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -157,20 +186,29 @@ class LLM:
         plan = self.scheduler.schedule()
         result = self.runner.execute(plan)
         for chunk in plan.chunks:
+            if chunk.num_drafts and chunk.request_id in result.tokens:
+                self.statistics.add_step(chunk.num_drafts, len(result.tokens[chunk.request_id]) - 1)
             if chunk.targets:  # a preempted prompt is scored again from its start
                 scores = self._outputs[chunk.request_id].result.prompt_log_probs
                 scores[chunk.start :] = result.log_probs[chunk.request_id]
-        return [delta for advance in self.scheduler.commit(plan, result) for delta in self._deliver(advance)]
+        advances = self.scheduler.commit(plan, result)
+        return [delta for advance in advances for delta in self._deliver(advance, result.token_log_probs)]
 
-    def _deliver(self, advance: Advance) -> Iterator[Delta]:
-        output, reason = self._outputs[advance.request.request_id], advance.finish_reason
+    def _deliver(
+        self, advance: Advance, log_probs: Mapping[int, tuple[TokenLogProbs, ...]]
+    ) -> Iterator[Delta]:
+        """A delta per token; what follows a stop string is dropped."""
+        request_id, reason = advance.request.request_id, advance.finish_reason
+        output = self._outputs[request_id]
         output.result.cached_tokens = advance.request.num_cached_tokens
-        if advance.token is not None:
-            delta, stopped = output.push(advance.token)
+        listed = log_probs.get(request_id) or (None,) * len(advance.tokens)
+        for token, own in zip(advance.tokens, listed, strict=False):  # none is delivered of a stop id
+            delta, stopped = output.push(token, own)
             yield delta
             if stopped:  # at the last allowed token, too, a stop string is a stop
                 reason = "stop"
                 self.scheduler.finish(advance.request)
+                break
         if reason is not None:
             yield output.finish(reason, advance.message)
 

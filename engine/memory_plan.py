@@ -3,35 +3,50 @@
 They are those of the tensors that `engine/cache.py` would allocate, counted where tensors have no memory.
 """
 
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
-from engine.cache import CacheShape, allocate_trunk
+from engine.cache import CacheShape, allocate_draft, allocate_trunk
 from model.config import Glm5NextConfig
+from model.mla import MlaCache
 
 KV_MEMORY_FRACTION = 0.25  # of the memory that is free when the engine starts
 MAX_DEFAULT_KV_TOKENS = 1 << 20
 
 
-def bytes_per_token(config: Glm5NextConfig, dtype: torch.dtype) -> int:
-    """Latent row and share of a pooled index key, over all MLA layers of the trunk."""
-    return cache_bytes(config, dtype, CacheShape(1, config.index_kpool, 0, 0)) // config.index_kpool
-
-
-def cache_bytes(
+def cache_parts(
     config: Glm5NextConfig, dtype: torch.dtype, shape: CacheShape, state_dtype: torch.dtype = torch.float32
+) -> dict[str, int]:
+    """Bytes by kind. A running request has one recurrent slot, and with drafts one replay row and one companion; a
+    checkpoint has a slot and a companion."""
+    device = torch.device("meta")
+    trunk = allocate_trunk(config, shape, dtype, device, state_dtype)
+    parts = {"pages": _pages(trunk.mla.values())}
+    state, rings = trunk.recurrent, sum(layer.index.ring.nbytes for layer in trunk.mla.values())
+    parts["recurrent slots"] = state.matrix.nbytes + state.conv.nbytes + rings
+    if shape.draft_tokens:
+        draft = allocate_draft(config, shape, dtype, device)
+        parts["draft pages"] = _pages([draft.mla])
+        parts["replay rows"] = state.replay.nbytes + state.conv_tail.nbytes
+        parts["companions"] = draft.hidden.nbytes + draft.mla.index.ring.nbytes
+    return parts
+
+
+def bytes_per_token(config: Glm5NextConfig, dtype: torch.dtype, draft_tokens: int = 0) -> int:
+    """Latent row and share of a pooled index key, over all MLA layers, the draft layer's if it is used."""
+    shape = CacheShape(1, config.index_kpool, 0, draft_tokens=draft_tokens)
+    return sum(cache_parts(config, dtype, shape).values()) // config.index_kpool
+
+
+def default_kv_tokens(
+    config: Glm5NextConfig, dtype: torch.dtype, device: torch.device, draft_tokens: int = 0
 ) -> int:
-    """All pages and slots."""
-    return _tensor_bytes(allocate_trunk(config, shape, dtype, torch.device("meta"), state_dtype))
-
-
-def default_kv_tokens(config: Glm5NextConfig, dtype: torch.dtype, device: torch.device) -> int:
     """Tokens of cache when the user asks for none: a share of the free memory, at most about a million."""
     budget = int(free_bytes(device) * KV_MEMORY_FRACTION)
     # A model cut to its first KDA layers has no attention cache at all.
-    return min(budget // max(bytes_per_token(config, dtype), 1), MAX_DEFAULT_KV_TOKENS)
+    return min(budget // max(bytes_per_token(config, dtype, draft_tokens), 1), MAX_DEFAULT_KV_TOKENS)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -51,8 +66,5 @@ def require_memory(what: str, needed: int, device: torch.device, remedy: str) ->
         raise ValueError(f"{what} {needed:,} bytes, {free:,} are free on {device}; {remedy}")
 
 
-def _tensor_bytes(owner: object) -> int:
-    """Of all tensors below an object of dataclasses and dicts."""
-    if isinstance(owner, Tensor):
-        return owner.nbytes
-    return sum(map(_tensor_bytes, (owner if isinstance(owner, dict) else vars(owner)).values()))
+def _pages(layers: Iterable[MlaCache]) -> int:
+    return sum(layer.latent.nbytes + layer.index.pooled.nbytes for layer in layers)

@@ -6,12 +6,17 @@ import torch
 
 from engine.sampling import SamplingParams
 
+DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS = 3, 7
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """`kv_tokens` None: a share of the free memory. `num_layers`: only the first layers of the trunk."""
+    """`kv_tokens` None: a share of the free memory. `num_layers`: only the first layers of the trunk.
+
+    `draft_tokens`: drafts per step; None: 3 if the checkpoint has a draft layer, else 0. `index_share` False: every
+    draft pass selects its own keys.
+    """
 
     dtype: str = "bfloat16"
     device: str = "cpu"
@@ -21,6 +26,8 @@ class EngineOptions:
     checkpoint_slots: int = 32  # recurrent slots beyond those of running requests
     kv_tokens: int | None = None  # per attention group
     state_dtype: str = "float32"  # of the recurrent matrices
+    draft_tokens: int | None = None
+    index_share: bool = True
     debug: bool = False  # account for every page, slot and reference after every step
     # The checkpoint policy: see engine/commands/policy_options.py.
     policy: str = "ours"
@@ -48,6 +55,10 @@ class EngineOptions:
         for name in ("mixed_prefill_tokens", "checkpoint_slots"):
             if (value := getattr(self, name)) < 0:
                 raise ValueError(f"{name} is {value}, expected at least 0")
+        if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise ValueError(f"draft_tokens is {self.draft_tokens}, expected 0 to {MAX_DRAFT_TOKENS}")
+        if not self.index_share and self.draft_tokens == 0:
+            raise ValueError("index_share acts between draft passes and draft_tokens is 0; leave one out")
         if self.num_layers is not None and not self.random_weights:
             raise ValueError("num_layers acts with random weights only; a real model needs all its layers")
         SamplingParams(seed=self.seed)  # the range of seeds is a request's

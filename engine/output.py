@@ -42,6 +42,32 @@ class Result:
     log_probs: list[TokenLogProbs] | None = None
 
 
+@dataclass
+class SpeculationStatistics:
+    """Steps that verified drafts: `proposed[i]` of them carried a draft at position i, `accepted[i]` accepted it and all
+    before it. Counted before a stop or limit cuts the run. Lists have `depth` entries."""
+
+    depth: int
+    verify_steps: int = 0
+    proposed: list[int] = field(init=False)
+    accepted: list[int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.proposed, self.accepted = [0] * self.depth, [0] * self.depth
+
+    def add_step(self, num_drafts: int, num_accepted_drafts: int) -> None:
+        """Count one request's verify step."""
+        self.verify_steps += 1
+        for counts, number in ((self.proposed, num_drafts), (self.accepted, num_accepted_drafts)):
+            for position in range(number):
+                counts[position] += 1
+
+    @property
+    def mean_accepted_length(self) -> float | None:
+        """New tokens per verify step: accepted drafts and one more."""
+        return 1 + sum(self.accepted) / self.verify_steps if self.verify_steps else None
+
+
 class Output:
     """Collects one request's Result, token by token; `thinking`: its text begins in `<think>`."""
 

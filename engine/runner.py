@@ -1,12 +1,15 @@
-"""A plan in, a result out: batch tensors, one forward of the trunk, one token per sampling row.
+"""A plan in, a result out: plans become batch tensors, a round is run on them, and its turns become plain numbers.
 
-The runner keeps what lives as long as a request and is a tensor: its block table and its sampler.
+The runner keeps what lives as long as a request and is a tensor: its block tables and its sampler.
 """
+
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from engine.sampling import Sampler, SamplingError, SamplingParams
+from engine.sampling import Sampler, SamplingParams
+from engine.speculation import Drafter, RequestTensors, Speculation, Turn
 from model.batch import Batch, Export, Segment
 from model.glm5_next import Glm5Next, TrunkCache
 from scheduler.plan import ScheduledChunk, StepPlan, StepResult
@@ -15,65 +18,72 @@ LOGIT_ROWS = 256  # rows of full logits held at a time when a prompt is scored
 
 
 class Runner:
-    """Executes plans on one model and its cache."""
+    """Executes plans on one model and its cache, with a drafter or without."""
 
-    def __init__(self, model: Glm5Next, cache: TrunkCache) -> None:
-        self.model, self.cache = model, cache
-        self._block_tables: dict[int, Tensor] = {}
-        self._samplers: dict[int, Sampler] = {}
+    def __init__(self, model: Glm5Next, cache: TrunkCache, drafter: Drafter | None = None) -> None:
+        self.model, self.cache, self.drafter = model, cache, drafter
+        self.speculation = Speculation(model, cache, drafter)
+        self._requests: dict[int, RequestTensors] = {}
 
     def add(self, request_id: int, params: SamplingParams, seed: int) -> None:
         """Prepare to sample for a request."""
-        self._samplers[request_id] = Sampler(params, seed)
+        self._requests[request_id] = RequestTensors(Sampler(params, seed), params.logprobs)
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one step. A request whose logits can't be sampled is reported in `errors`; the others go on."""
         for request_id in plan.released:
-            self._block_tables.pop(request_id, None)
-            self._samplers.pop(request_id, None)
+            self._requests.pop(request_id, None)
         for chunk in plan.chunks:
-            if chunk.restore_from is not None:
-                self.cache.copy_state(chunk.restore_from, chunk.recurrent_slot)
-        batch = self._batch(plan)
-        hidden = self.model.forward(batch, self.cache)
-        rows = list(zip(plan.chunks, (hidden[segment.rows] for segment in batch.segments), strict=True))
-        tokens, errors = self._sample({chunk.request_id: own[-1] for chunk, own in rows if chunk.samples})
-        scores = {chunk.request_id: self._score(own, chunk.targets) for chunk, own in rows if chunk.targets}
-        return StepResult(tokens, errors, scores)
+            self._enter(chunk)
+        batch, turns = self._batch(plan)
+        self.speculation.round(batch, turns)
+        by_id = {turn.chunk.request_id: turn for turn in turns if turn.error is None}
+        return StepResult(
+            tokens={i: turn.tokens for i, turn in by_id.items() if turn.chunk.samples},
+            errors={turn.chunk.request_id: turn.error for turn in turns if turn.error is not None},
+            log_probs={
+                i: self._score(turn.hidden, turn.chunk.targets)
+                for i, turn in by_id.items()
+                if turn.chunk.targets
+            },
+            drafts={i: tuple(turn.drafts) for i, turn in by_id.items()},
+            num_drafted={i: turn.draft_segment.end for i, turn in by_id.items() if turn.draft_segment},
+            token_log_probs={i: turn.log_probs for i, turn in by_id.items()},
+        )
 
-    def _batch(self, plan: StepPlan) -> Batch:
+    def _enter(self, chunk: ScheduledChunk) -> None:
+        """Extend the tables by the step's new blocks; bring the state that a hit continues."""
+        own = self._requests[chunk.request_id]
+        if chunk.admitted:
+            own.tables = [torch.empty(0, dtype=torch.int64, device=self.model.device)] * len(chunk.new_blocks)
+        for group, pages in enumerate(chunk.new_blocks):
+            if pages:
+                added = torch.tensor(pages, device=self.model.device)
+                own.tables[group] = torch.cat([own.tables[group], added])
+        if (restored := chunk.restore_from) is not None:
+            self.cache.recurrent.copy(restored.slot, chunk.recurrent_slot)
+            if self.drafter is not None:
+                assert restored.companion is not None and chunk.companion_slot is not None
+                self.drafter.cache.copy_companion(restored.companion, chunk.companion_slot)
+
+    def _batch(self, plan: StepPlan) -> tuple[Batch, list[Turn]]:
         token_ids: list[int] = []
-        segments = []
+        turns = []
+        num_verified = 0
         for chunk in plan.chunks:
-            size, table = len(chunk.token_ids), self._extended_table(chunk)
-            exports = tuple(Export(position - chunk.start, slot) for position, slot in chunk.exports)
-            row, slot = len(token_ids), chunk.recurrent_slot
-            segments.append(Segment(row, size, chunk.start, slot, table, exports, chunk.write_from))
+            own, row, size = self._requests[chunk.request_id], len(token_ids), len(chunk.token_ids)
+            exports = tuple(Export(c.position - chunk.start, c.slot) for c in chunk.exports)
+            segment = Segment(
+                row, size, chunk.start, chunk.recurrent_slot, own.tables[0], exports, chunk.write_from
+            )
+            if chunk.num_drafts:  # what it leaves is decided when the drafts are
+                segment = replace(segment, exports=(), replay=num_verified)
+                num_verified += 1
+            turns.append(Turn(chunk, own, segment))
             token_ids += chunk.token_ids
-        return Batch(torch.tensor(token_ids, device=self.model.device), tuple(segments))
-
-    def _extended_table(self, chunk: ScheduledChunk) -> Tensor:
-        pages = chunk.new_blocks[0]
-        if pages:
-            added = torch.tensor(pages, device=self.model.device)
-            known = added[:0] if chunk.admitted else self._block_tables[chunk.request_id]
-            self._block_tables[chunk.request_id] = torch.cat([known, added])
-        return self._block_tables[chunk.request_id]
-
-    def _sample(self, last_rows: dict[int, Tensor]) -> tuple[dict[int, int], dict[int, str]]:
-        """Tokens and error messages by request, from the hidden state [hidden] of each one's last row."""
-        tokens: dict[int, int] = {}
-        errors: dict[int, str] = {}
-        if not last_rows:
-            return tokens, errors
-        logits = self.model.logits(torch.stack(list(last_rows.values())))
-        for request_id, row in zip(last_rows, logits, strict=True):
-            try:
-                tokens[request_id] = self._samplers[request_id].sample(row)
-            except SamplingError as error:
-                errors[request_id] = str(error)
-        return tokens, errors
+        ids = torch.tensor(token_ids, device=self.model.device)
+        return Batch(ids, tuple(turn.segment for turn in turns)), turns
 
     def _score(self, hidden: Tensor, targets: tuple[int, ...]) -> list[float]:
         """Log-probability of each target under its row; hidden [rows, hidden], at most rows targets."""

@@ -32,6 +32,7 @@ class Segment:
     block_table: Tensor  # [num_blocks] int64 on the model's device
     exports: tuple[Export, ...] = ()
     write_from: int = 0  # positions below lie in shared pages: their rows run, but are not written
+    replay: int | None = None  # verification: the slot keeps its state, the recurrence inputs go to this row
 
     @property
     def end(self) -> int:
@@ -63,7 +64,7 @@ class Batch:
     @cached_property
     def single_rows(self) -> "SingleRows | None":
         """The one-token segments without exports, gathered so that their states advance together."""
-        singles = [s for s in self.segments if s.num_tokens == 1 and not s.exports]
+        singles = [s for s in self.segments if s.num_tokens == 1 and not s.exports and s.replay is None]
         if not singles:
             return None
         fresh, device = [s.start == 0 for s in singles], self.token_ids.device
@@ -94,8 +95,17 @@ class Batch:
 
     @cached_property
     def multi_row_segments(self) -> tuple[Segment, ...]:
-        """The segments that `single_rows` does not cover."""
-        return tuple(s for s in self.segments if s.num_tokens > 1 or s.exports)
+        """The segments that `single_rows` and `verifications` do not cover."""
+        return tuple(s for s in self.segments if (s.num_tokens > 1 or s.exports) and s.replay is None)
+
+    @cached_property
+    def verifications(self) -> tuple["VerifiedRows", ...]:
+        """The segments under verification, those of one length together."""
+        lengths: dict[int, list[Segment]] = {}
+        for segment in self.segments:
+            if segment.replay is not None:
+                lengths.setdefault(segment.num_tokens, []).append(segment)
+        return tuple(VerifiedRows(tuple(found), self.token_ids.device) for found in lengths.values())
 
 
 @dataclass(frozen=True)
@@ -112,6 +122,20 @@ class SingleRows:
         if self.fresh is None:
             return carried
         return carried.masked_fill(self.fresh.view(-1, *[1] * (state.dim() - 1)), 0)
+
+
+class VerifiedRows:
+    """n segments of one length under verification: their rows, slots and replay rows."""
+
+    def __init__(self, segments: tuple[Segment, ...], device: torch.device) -> None:
+        self.segments, self.num_tokens = segments, segments[0].num_tokens
+        self.rows = row_index([row for s in segments for row in range(s.row, s.row + s.num_tokens)], device)
+        self.slots = row_index([s.slot for s in segments], device)
+        self.replay = row_index([s.replay for s in segments if s.replay is not None], device)
+
+    def split(self, rows: Tensor) -> Tensor:
+        """The group's rows [n * num_tokens, ..] as [n, num_tokens, ..]."""
+        return rows.unflatten(0, (-1, self.num_tokens))
 
 
 def row_index(numbers: list[int], device: torch.device) -> Tensor | slice:

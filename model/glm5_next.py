@@ -28,15 +28,11 @@ from model.weights import WeightTree
 
 @dataclass(frozen=True)
 class TrunkCache:
-    """Cache tensors by layer index: one KdaState per KDA layer, one MlaCache per MLA layer."""
+    """Cache tensors by layer index: an MlaCache per MLA layer, and per KDA layer a view of `recurrent`, all of them."""
 
+    recurrent: KdaState
     kda: dict[int, KdaState]
     mla: dict[int, MlaCache]
-
-    def copy_state(self, source: int, target: int) -> None:
-        """Copy one whole recurrent state, all KDA layers, from slot to slot."""
-        for state in self.kda.values():
-            state.copy(source, target)
 
 
 class DecoderLayer:
@@ -60,7 +56,7 @@ class DecoderLayer:
         if isinstance(self.mixer, Kda):
             y = self.mixer.forward(x, batch, cache.kda[self.index])
         else:
-            y, _ = self.mixer.forward(x, batch, cache.mla[self.index])
+            y = self.mixer.forward(x, batch, cache.mla[self.index])
         streams = site.write_back(y, streams.dtype)
         site = self.ffn_site.read(streams)
         y = self.ffn.forward(rms_norm(site.x, self.post_attention_norm, self.eps))

@@ -33,7 +33,9 @@ class IndexCache:
     """Index keys of one layer: pooled keys in pages, raw rows of the incomplete pool in each request's ring."""
 
     pooled: Tensor  # [num_blocks, block_size / index_kpool, index_head_dim]
-    ring: Tensor  # [num_slots, ring_rows, 2, index_head_dim] float32: key and gate of row r at r % ring_rows
+    # [num_slots, ring_rows, 2, index_head_dim] float32: key and gate of row r at r % ring_rows. Rows of rejected drafts
+    # are written too: with index_kpool + drafts rows they replace none that is still needed.
+    ring: Tensor
 
 
 @dataclass(frozen=True)
@@ -67,13 +69,16 @@ class Indexer:
         self.ape = tree.tensor("index_kpool_compress_ape")  # [index_kpool, index_head_dim]
         self.k_norm_weight, self.k_norm_bias = tree.tensor("k_norm.weight"), tree.tensor("k_norm.bias")
 
-    def select(self, x: Tensor, q_latent: Tensor, batch: Batch, cache: IndexCache) -> list[Selection]:
-        """Write the batch's index keys, then select. x [num_tokens, hidden], q_latent [num_tokens, q_lora_rank]."""
+    def write(self, x: Tensor, batch: Batch, cache: IndexCache) -> None:
+        """Cache the index keys of the batch's rows. x [num_tokens, hidden]."""
         raw = torch.stack(
             [layer_norm(self.wk(x), self.k_norm_weight, self.k_norm_bias), self.gate(x).float()], 1
         )
         for segment in batch.segments:
             self._write(raw[segment.rows], segment, cache)
+
+    def select(self, x: Tensor, q_latent: Tensor, batch: Batch, cache: IndexCache) -> list[Selection]:
+        """Rows that each row attends to, its own written. x [num_tokens, hidden], q_latent [num_tokens, q_lora_rank]."""
         scored = [s for s in batch.segments if s.end - self.first_slot > self.dense_rows]
         if not scored:
             return [Selection(s.num_tokens, _no_rows(x.device)) for s in batch.segments]
@@ -101,6 +106,12 @@ class Indexer:
             entries = torch.arange(pools.start + shared, pools.stop, device=keys.device) + self.first_slot
             address = physical_index(segment.block_table, entries, cache.pooled.shape[1])
             cache.pooled.view(-1, self.head_dim)[address] = keys.to(cache.pooled.dtype)
+        for export in segment.exports:
+            end = segment.start + export.num_tokens - self.first_slot
+            begin = end // self.pool * self.pool  # of the pool that is incomplete there
+            if begin < end:
+                kept_rows = rows[begin - first + lead : end - first + lead]
+                cache.ring[export.slot][ring_index(begin, end, ring)] = kept_rows
         kept, end = min(len(raw), len(ring)), first + len(raw)
         if kept:
             ring[ring_index(end - kept, end, ring)] = raw[len(raw) - kept :]

@@ -10,6 +10,10 @@ Per head a matrix S [key, value] is carried from token to token:
 boundary on the 16-token grid on its way, which is where states are exported. The state "at n tokens" is S
 after token n-1 together with the last `conv kernel - 1` rows of q|k|v before the convolution: one unit, never
 carried, restored or exported apart. All arithmetic is float32.
+
+A verification runs tokens of which only a prefix may come true. It reads a slot and leaves the slot's matrix alone; what
+the recurrence read of each token goes to a replay row, and `roll_back` runs the accepted prefix again from there: the
+same law on the same numbers, without the layers around it.
 """
 
 from dataclasses import dataclass
@@ -18,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from model.batch import Batch, Segment
+from model.batch import Batch, Export, Segment, VerifiedRows
 from model.config import Glm5NextConfig
 from model.linear import Linear
 from model.norms import l2_norm, rms_norm
@@ -34,15 +38,37 @@ EXPORT_GRID_TOKENS = CHUNK_TOKENS
 
 @dataclass(frozen=True)
 class KdaState:
-    """The recurrent slots of one layer."""
+    """Recurrent slots, and replay rows for verifications of up to `depth` drafts: of all KDA layers, or one's view."""
 
-    matrix: Tensor  # [num_slots, heads, key, value] float32, or bfloat16 to halve a checkpoint
-    conv: Tensor  # [num_slots, kernel - 1, 3 * heads * head_dim], rows of q|k|v before the convolution
+    matrix: Tensor  # [num_slots, (layers,) heads, key, value] float32, or bfloat16 to halve a checkpoint
+    conv: Tensor  # [num_slots, kernel - 1, (layers,) 3 * heads * head_dim], rows of q|k|v before the convolution
+    replay: Tensor  # [num_rows, 1 + depth, (layers,) heads, 3 * head_dim + 1] float32: k, v, g and beta of each token
+    conv_tail: Tensor  # [num_rows, depth, (layers,) 3 * heads * head_dim], what follows `conv` in a verification
+
+    def layer(self, index: int) -> "KdaState":
+        """One layer's part of a state of all layers."""
+        return KdaState(
+            self.matrix[:, index], self.conv[:, :, index], self.replay[:, :, index], self.conv_tail[:, :, index]
+        )
 
     def copy(self, source: int, target: int) -> None:
         """Copy one whole state from slot to slot."""
         self.matrix[target] = self.matrix[source]
         self.conv[target] = self.conv[source]
+
+    def roll_back(self, slot: int, row: int, exports: tuple[Export, ...]) -> None:
+        """After a verification from `slot` into replay row `row`: leave the state after `num_tokens` verified tokens in
+        each export's slot, ascending; the last one is `slot` itself. On a state of all layers."""
+        window, kept = torch.cat([self.conv[slot], self.conv_tail[row]]), self.conv.shape[1]
+        inputs = self.replay[row].flatten(1, 2)  # [1 + depth, layers * heads, ..]
+        matrix, done = self.matrix[slot].flatten(0, 1).float(), 0
+        for export in exports:
+            for token in range(done, export.num_tokens):
+                k, v, g, beta = inputs[token].split([*matrix.shape[1:], matrix.shape[1], 1], dim=1)
+                matrix = absorb(matrix, k.unsqueeze(1), v.unsqueeze(1), g, beta)
+            done = export.num_tokens
+            self.matrix[export.slot] = matrix.view_as(self.matrix[slot])
+            self.conv[export.slot] = window[done - 1 : done - 1 + kept]
 
 
 @dataclass(frozen=True)
@@ -94,7 +120,7 @@ class Kda:
         f_a, g_a, b = self.gates_proj(x).split(self.gate_widths, dim=1)
         # Rounded before use, so that a row means the same inside a chunk and carried across a boundary.
         qkv = self.qkv_proj(x).to(state.conv.dtype)
-        inputs = self._inputs(self._convolve(qkv, batch, state.conv), f_a, b)
+        inputs = self._inputs(self._convolve(qkv, batch, state), f_a, b)
         parts, singles = [], batch.single_rows
         if singles is not None:
             carried = singles.carried(state.matrix).float()
@@ -103,13 +129,15 @@ class Kda:
             parts.append((singles.rows, stepped))
         for segment in batch.multi_row_segments:
             parts.append((segment.rows, self._run_segment(inputs.rows(segment.rows), segment, state)))
+        for group in batch.verifications:
+            parts.append((group.rows, self._verify(inputs.rows(group.rows), group, state)))
         out = in_row_order(parts, len(x))
         gate = self.g_b_proj(g_a).float().sigmoid().view_as(out)
         return self.o_proj((rms_norm(out, self.o_norm, self.rms_eps) * gate).flatten(1))
 
-    def _convolve(self, qkv: Tensor, batch: Batch, history: Tensor) -> Tensor:
-        """Causal depthwise convolution and SiLU; qkv [num_tokens, 3 * width] -> float32. Advances `history`."""
-        parts, singles = [], batch.single_rows
+    def _convolve(self, qkv: Tensor, batch: Batch, state: KdaState) -> Tensor:
+        """Causal depthwise convolution and SiLU; qkv [num_tokens, 3 * width] -> float32. Advances the slots' rows."""
+        parts, singles, history = [], batch.single_rows, state.conv
         if singles is not None:
             window = torch.cat([singles.carried(history), qkv[singles.rows].unsqueeze(1)], dim=1)
             parts.append((singles.rows, (window.float() * self.conv_taps).sum(1)))
@@ -122,6 +150,11 @@ class Kda:
             for export in segment.exports:
                 history[export.slot] = window[export.num_tokens : export.num_tokens + kept]
             history[segment.slot] = window[segment.num_tokens :]
+        for group in batch.verifications:
+            window = torch.cat([history[group.slots], group.split(qkv[group.rows])], dim=1)
+            parts.append((group.rows, depthwise_causal_conv(window.float(), self.conv_taps).flatten(0, 1)))
+            history[group.slots] = window[:, 1 : 1 + kept]  # the first token is always verified
+            state.conv_tail[group.replay, : group.num_tokens - 1] = window[:, 1 + kept :]
         return functional.silu(in_row_order(parts, len(qkv)), inplace=True)
 
     def _inputs(self, qkv: Tensor, f_a: Tensor, b: Tensor) -> KdaInputs:
@@ -142,6 +175,20 @@ class Kda:
         return out
 
 
+    def _verify(self, inputs: KdaInputs, group: VerifiedRows, state: KdaState) -> Tensor:
+        """Outputs of the group's tokens; no slot's matrix is touched."""
+        read = group.split(
+            torch.cat([inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta.unsqueeze(2)], dim=2)
+        )
+        state.replay[group.replay, : group.num_tokens] = read[..., self.head_dim :]
+        parts = read.transpose(1, 2).flatten(0, 1).split([*[self.head_dim] * 4, 1], dim=2)
+        update, absorbed, scores, q_in, _, _ = within_chunks(*parts)  # [n * heads, tokens, width]
+        matrix = state.matrix[group.slots].float().flatten(0, 1)
+        delta = torch.baddbmm(update, absorbed, matrix, alpha=-1)
+        out = torch.bmm(scores, delta).baddbmm_(q_in, matrix)
+        return out.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(0, 1)
+
+
 def in_row_order(parts: list[tuple[slice | Tensor, Tensor]], num_rows: int) -> Tensor:
     """Results of disjoint sets of rows, put together as [num_rows, ...]."""
     if len(parts) == 1:
@@ -154,22 +201,27 @@ def in_row_order(parts: list[tuple[slice | Tensor, Tensor]], num_rows: int) -> T
 
 
 def depthwise_causal_conv(window: Tensor, taps: Tensor) -> Tensor:
-    """window [kernel - 1 + num_tokens, width], taps [kernel, width] -> [num_tokens, width], no activation."""
-    num_tokens = len(window) - len(taps) + 1
-    out = window[:num_tokens] * taps[0]
+    """window [.., kernel - 1 + num_tokens, width], taps [kernel, width] -> [.., num_tokens, width], no activation."""
+    num_tokens = window.shape[-2] - len(taps) + 1
+    out = window[..., :num_tokens, :] * taps[0]
     for offset in range(1, len(taps)):
-        out.addcmul_(window[offset : offset + num_tokens], taps[offset])
+        out.addcmul_(window[..., offset : offset + num_tokens, :], taps[offset])
     return out
+
+
+def absorb(state: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The state after one more token of each of n heads: state [n, key, value], k [n, 1, key], v [n, 1, value],
+    g [n, key], beta [n, 1]."""
+    state = state * g.exp().unsqueeze(2)
+    delta = torch.baddbmm(v, k, state, alpha=-1).mul_(beta.unsqueeze(2))
+    return torch.baddbmm(state, k.transpose(1, 2), delta)
 
 
 def recurrence_step(inputs: KdaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
     """One token of each of n requests. inputs [n, heads, ...], state [n, heads, key, value] -> (out, new state)."""
-    n, heads, key = inputs.k.shape
     q, k, v = (x.flatten(0, 1).unsqueeze(1) for x in (inputs.q, inputs.k, inputs.v))  # [n * heads, 1, width]
-    state = (state * inputs.g.exp().unsqueeze(3)).flatten(0, 1)
-    delta = torch.baddbmm(v, k, state, alpha=-1).mul_(inputs.beta.reshape(-1, 1, 1))
-    state = torch.baddbmm(state, k.transpose(1, 2), delta)
-    return torch.bmm(q, state).view(n, heads, -1), state.view(n, heads, key, -1)
+    after = absorb(state.flatten(0, 1), k, v, inputs.g.flatten(0, 1), inputs.beta.reshape(-1, 1))
+    return torch.bmm(q, after).view_as(inputs.v), after.view_as(state)
 
 
 def recurrence(inputs: KdaInputs, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -192,21 +244,10 @@ def chunked(
     num_tokens = len(inputs.v)
     if any(b % CHUNK_TOKENS and b != num_tokens for b in boundaries):
         raise ValueError(f"exports at {boundaries} tokens; expected multiples of {CHUNK_TOKENS}")
-    q, k, v, g, beta = (
-        in_chunks(x) for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta.unsqueeze(2))
-    )
-    decay = g.cumsum(2)  # [chunks, heads, tokens, key], log-decay since the chunk's start
-    total, from_start = decay[:, :, -1:], decay.exp()
-    q_in, k_in, k_over = q * from_start, k * from_start, (k / from_start).transpose(2, 3)
-    keep, k_to_end = total.exp().transpose(2, 3), (k * (total - decay).exp()).transpose(2, 3)
-    system = (k_in @ k_over).mul_(beta).tril_(-1)
-    rhs = torch.empty(*v.shape[:3], v.shape[3] + k.shape[3], device=v.device)
-    torch.mul(v, beta, out=rhs[..., : v.shape[3]])
-    torch.mul(k_in, beta, out=rhs[..., v.shape[3] :])
-    solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
-    update, absorbed = solved.split([v.shape[3], k.shape[3]], dim=3)
-    scores = (q_in @ k_over).tril_()
-    out, states = torch.empty_like(v), {}
+    parts = (in_chunks(x) for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta.unsqueeze(2)))
+    algebra = within_chunks(*(x.flatten(0, 1) for x in parts))
+    update, absorbed, scores, q_in, keep, k_to_end = (x.unflatten(0, (-1, len(state))) for x in algebra)
+    out, states = torch.empty_like(update), {}
     steps = zip(*(x.unbind() for x in (update, absorbed, scores, q_in, keep, k_to_end, out)), strict=True)
     for end, (u, w, p, q_c, keep_c, k_c, out_c) in enumerate(steps, start=1):
         delta = u.baddbmm_(w, state, alpha=-1)  # in place: `update` is used up
@@ -216,6 +257,24 @@ def chunked(
             states[end * CHUNK_TOKENS] = state
     states[num_tokens] = state
     return out.transpose(1, 2).flatten(0, 1)[:num_tokens], states
+
+
+def within_chunks(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> tuple[Tensor, ...]:
+    """What chunks [n, tokens, width] of at most CHUNK_TOKENS tokens need that does not depend on the state S before:
+
+    delta = update - absorbed @ S;  out = scores @ delta + q_in @ S;  S <- keep * S + k_to_end @ delta
+    """
+    decay = g.cumsum(1)  # [n, tokens, key], log-decay since the chunk's start
+    total, from_start = decay[:, -1:], decay.exp()
+    q_in, k_in, k_over = q * from_start, k * from_start, (k / from_start).transpose(1, 2)
+    keep, k_to_end = total.exp().transpose(1, 2), (k * (total - decay).exp()).transpose(1, 2)
+    system = torch.bmm(k_in, k_over).mul_(beta).tril_(-1)
+    rhs = torch.empty(*v.shape[:2], v.shape[2] + k.shape[2], device=v.device)
+    torch.mul(v, beta, out=rhs[..., : v.shape[2]])
+    torch.mul(k_in, beta, out=rhs[..., v.shape[2] :])
+    solved = torch.linalg.solve_triangular(system, rhs, upper=False, unitriangular=True)
+    update, absorbed = solved.split([v.shape[2], k.shape[2]], dim=2)
+    return update, absorbed, torch.bmm(q_in, k_over).tril_(), q_in, keep, k_to_end
 
 
 def in_chunks(x: Tensor) -> Tensor:

@@ -55,18 +55,25 @@ class Mla:
         self.value_up = kv_b[:, config.qk_nope_head_dim :].transpose(1, 2)
         self.indexer = Indexer(tree.at("indexer"), config, dtype, first_slot)
 
-    def forward(
+    def forward(self, x: Tensor, batch: Batch, cache: MlaCache) -> Tensor:
+        """Write the batch's rows, then attend."""
+        self.write(x, batch, cache)
+        return self.attend(x, batch, cache)[0]
+
+    def write(self, x: Tensor, batch: Batch, cache: MlaCache) -> None:
+        """Cache the batch's latent rows and index keys; rows depend on x [num_tokens, hidden] alone."""
+        latent = rms_norm(self.kv_a_proj(x), self.kv_a_norm, self.rms_eps).to(cache.latent.dtype)
+        for segment in batch.segments:
+            self._write(latent[segment.rows], segment, cache.latent)
+        self.indexer.write(x, batch, cache.index)
+
+    def attend(
         self, x: Tensor, batch: Batch, cache: MlaCache, selections: list[Selection] | None = None
     ) -> tuple[Tensor, list[Selection]]:
-        """Write the batch's latent rows (and index keys), then attend.
-
-        With `selections` given (MTP iterations 2..k) these are used, and nothing is written to any cache.
-        """
+        """y [num_tokens, hidden] of rows that are written, and the rows each of them saw: those of `selections`, if
+        given (MTP iterations 2..k, whose own rows need not be written)."""
         q_latent = rms_norm(self.q_a_proj(x), self.q_a_norm, self.rms_eps)
         if selections is None:
-            latent = rms_norm(self.kv_a_proj(x), self.kv_a_norm, self.rms_eps).to(cache.latent.dtype)
-            for segment in batch.segments:
-                self._write(latent[segment.rows], segment, cache.latent)
             selections = self.indexer.select(x, q_latent, batch, cache.index)
         q = self.q_b_proj(q_latent).view(len(x), self.heads, -1) * self.scale
         # [num_tokens, heads, kv_lora_rank]

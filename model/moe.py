@@ -19,6 +19,7 @@ DENOMINATOR_EPS = 1e-20  # fixed by the architecture, not a config field
 # Groups of rows are padded to a multiple of this. Matrix kernels treat fewer rows differently; with padding, a
 # row's result does not depend on how many others chose the same expert.
 ROW_PADDING = 16
+FEW_PAIRS = 32  # of a row and an expert: up to here one batch is cheaper than an expert at a time
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -76,18 +77,19 @@ class Moe:
     def forward(self, x: Tensor) -> Tensor:
         experts, weights = self.router.route(x)
         x = x.to(self.dtype)
-        routed = (
-            self._one_token(x, experts[0], weights) if len(x) == 1 else self._by_expert(x, experts, weights)
-        )
+        few = experts.numel() <= FEW_PAIRS
+        routed = self._by_pair(x, experts, weights) if few else self._by_expert(x, experts, weights)
         return routed + self.shared.forward(x)
 
-    def _one_token(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """One row: its `top_k` experts [top_k] as one batched product."""
-        gate_up = self.gate_up.select(experts).expand(self.dtype).flatten(0, 2)
-        gate, up = functional.linear(x, gate_up).view(len(experts), 2, 1, -1).unbind(1)
-        down = self.down.select(experts).expand(self.dtype)
-        outputs = torch.bmm(clamped_swiglu(gate, up, self.limit), down.transpose(1, 2))
-        return weights @ outputs.squeeze(1).float()
+    def _by_pair(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Few rows: every pair of a row and one of its experts as one of a batch of products."""
+        pairs, top_k = experts.flatten(), experts.shape[1]
+        rows = x.repeat_interleave(top_k, 0).unsqueeze(1)  # [pairs, 1, hidden]
+        gate_up = self.gate_up.select(pairs).expand(self.dtype).flatten(1, 2)
+        gate, up = torch.bmm(rows, gate_up.transpose(1, 2)).chunk(2, dim=2)
+        down = self.down.select(pairs).expand(self.dtype)
+        outputs = torch.bmm(clamped_swiglu(gate, up, self.limit), down.transpose(1, 2)).float()
+        return torch.bmm(weights.unsqueeze(1), outputs.view(len(x), top_k, -1)).squeeze(1)
 
     def _by_expert(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Many rows: one expert expanded at a time, its rows together, sums in expert order."""

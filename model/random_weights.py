@@ -57,7 +57,7 @@ def random_weights(
 
     specs = parameter_specs(config, num_layers=num_layers, with_mtp=with_mtp)
     parameters = {spec.name: stored_as(spec, format_of(spec)) for spec in specs}
-    return WeightTree(parameters, random_reader(parameters, seed), linear_dtype, device)
+    return WeightTree(parameters, random_reader(parameters, seed), linear_dtype, device, has_mtp=with_mtp)
 
 
 def stored_as(spec: ParameterSpec, format: Format) -> StoredParameter:

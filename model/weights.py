@@ -162,18 +162,20 @@ def load_weights(
     *,
     linear_dtype: torch.dtype,
     device: torch.device,
-    with_mtp: bool = True,
+    with_mtp: bool | None = True,
     progress: Progress | None = None,
 ) -> WeightTree:
     """Check the whole directory from its headers and return the tree that reads it.
 
-    `progress(done_bytes, total_bytes)` is called for every tensor. Raises WeightError.
+    `with_mtp` None: with the draft layer if there is one. `progress(done_bytes, total_bytes)` is called for every
+    tensor. Raises WeightError.
     """
     checkpoint = read_checkpoint(directory)
+    with_mtp = checkpoint.has_mtp if with_mtp is None else with_mtp
     if with_mtp and not checkpoint.has_mtp:
-        raise WeightError(f"{directory} has no MTP layer; run without drafts or use one that has it")
+        raise WeightError(f"{directory} has no MTP layer; run with draft_tokens 0 or use one that has it")
     if with_mtp:
-        raise_if_any(directory, checkpoint.mtp_problems, "the MTP layer is damaged; run without drafts")
+        raise_if_any(directory, checkpoint.mtp_problems, "the MTP layer is damaged; run with draft_tokens 0")
     names = [spec.name for spec in parameter_specs(config, with_mtp=with_mtp)]
     parameters = {name: checkpoint.parameters[name] for name in names}
     done_bytes, total_bytes = 0, sum(parameter.nbytes for parameter in parameters.values())

@@ -36,9 +36,9 @@ class Sequencer:
     ) -> None:
         self.model, self.length = model, 0
         num_blocks = -(-(max_tokens + 8) // block_size) + 2
-        shape = CacheShape(num_blocks, block_size, 3, 8)
+        shape = CacheShape(num_blocks, block_size, 3)
         self.cache = allocate_trunk(model.config, shape, model.dtype, CPU)
-        self.draft_cache = allocate_mla(model.config, shape, model.dtype, CPU)
+        self.draft_cache = allocate_mla(model.config, shape, model.dtype, CPU, 8)
         self.slot, self.table = 2, torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
         poison(self.cache.kda, fill)
         poison(self.cache.mla, fill)
@@ -101,7 +101,9 @@ class Drafter:
         """MTP rows of the next known tokens; `hidden` are the trunk's states at these tokens."""
         previous = torch.cat([self.previous, hidden[:-1]])
         batch = self.sequencer.batch(tokens, self.length)
-        y, selections = self.mtp.forward(batch, previous, self.sequencer.draft_cache)
+        x = self.mtp.enter(batch.token_ids, previous)
+        self.mtp.write(x, batch, self.sequencer.draft_cache)
+        y, selections = self.mtp.read(x, batch, self.sequencer.draft_cache)
         self.previous, self.length = hidden[-1:], self.length + len(tokens)
         return y, selections
 
@@ -114,8 +116,11 @@ class Drafter:
             drafts.append(int(all_logits[-1].argmax()))
             if step + 1 < count:
                 batch = self.sequencer.batch(drafts[-1:], self.length + step)
+                x = self.mtp.enter(batch.token_ids, y[-1:])
+                if not share:
+                    self.mtp.write(x, batch, self.sequencer.draft_cache)
                 given = [shared] if share else None
-                y, _ = self.mtp.forward(batch, y[-1:], self.sequencer.draft_cache, given)
+                y, _ = self.mtp.read(x, batch, self.sequencer.draft_cache, given)
         return drafts, torch.stack(all_logits)
 
 

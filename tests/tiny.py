@@ -103,7 +103,7 @@ class Requests:
         self.trunk, self.lengths = trunk, [0] * requests
         self.tables = shuffled_tables(requests, max_tokens, block_size=16)
         self.cache = allocate_trunk(
-            trunk.config, CacheShape(self.tables.numel(), 16, requests, 8), trunk.dtype, CPU
+            trunk.config, CacheShape(self.tables.numel(), 16, requests), trunk.dtype, CPU
         )
         poison(self.cache.kda, fill)
         poison(self.cache.mla, fill)

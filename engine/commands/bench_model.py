@@ -37,7 +37,7 @@ class OurEngine:
     """The public API, greedy at batch 1, stop ids ignored."""
 
     def __init__(self, directory: Path) -> None:
-        self.llm = LLM(directory, dtype="bfloat16")
+        self.llm = LLM(directory, dtype="bfloat16", draft_tokens=0)  # the peer has no draft layer
 
     def prefill(self, token_ids: list[int]) -> float:
         """Tokens per second of a prompt, last logits only."""

@@ -10,7 +10,7 @@ import torch
 
 from engine.commands.policy_options import add_policy_arguments
 from engine.llm import EMBEDDED_MODEL, LLM
-from engine.options import DTYPES, EngineOptions
+from engine.options import DEFAULT_DRAFT_TOKENS, DTYPES, MAX_DRAFT_TOKENS, EngineOptions
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineOptions)}
 
@@ -27,6 +27,15 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(**DEFAULTS)
 
 
+def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
+    """How the draft layer speculates. It changes the speed, and no greedy token."""
+    add = parser.add_argument_group("speculation").add_argument
+    add("--draft-tokens", type=int, metavar="N",
+        help=f"drafts per step, 0 to {MAX_DRAFT_TOKENS} (default: {DEFAULT_DRAFT_TOKENS} if the model has an MTP layer)")  # fmt: skip
+    add("--no-index-share", dest="index_share", action="store_false",
+        help="every draft pass selects its own keys (default: that of the first)")  # fmt: skip
+
+
 def load_engine(args: argparse.Namespace) -> LLM:
     """The engine that the arguments describe; loading progress goes to stderr, on a terminal only."""
     if args.threads < 1:
@@ -34,7 +43,8 @@ def load_engine(args: argparse.Namespace) -> LLM:
     torch.set_num_threads(args.threads)
     options = {name: getattr(args, name) for name in DEFAULTS}
     llm = LLM(args.model, progress=LoadProgress() if sys.stderr.isatty() else None, **options)
-    mtp = "in the checkpoint, not used" if llm.has_mtp else "none"
+    used = f"{llm.draft_tokens} drafts per step" if llm.draft_tokens else "in the checkpoint, not used"
+    mtp = used if llm.has_mtp else "none"
     print(f"stop ids {', '.join(map(str, llm.stop_ids)) or 'none'}; MTP layer: {mtp}", file=sys.stderr)
     return llm
 

@@ -22,6 +22,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("file", metavar="FILE", help="UTF-8 text")
     add("--window", type=int, default=1024, metavar="N", help="tokens per window (default: %(default)s)")
     add_engine_arguments(parser)
+    parser.set_defaults(draft_tokens=0)  # nothing is generated
     add("--json", action="store_true", help="one JSON document on stdout")
 
 

@@ -172,7 +172,7 @@ class Player:
             self.runner = executor
         else:
             config = executor.config
-            shape = CacheShape(num_blocks, policy.block_size, num_slots, config.index_kpool)
+            shape = CacheShape(num_blocks, policy.block_size, num_slots)
             cache = allocate_trunk(config, shape, executor.dtype, executor.device, state_dtype)
             self.runner = Runner(executor, cache)
             clear_freed(blocks.slots, slot_tensors(cache), self.before_slot_reuse)

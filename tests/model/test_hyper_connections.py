@@ -132,7 +132,7 @@ def test_identity_mix_is_an_ordinary_residual_network() -> None:
         if layer.index in config.kda_layers:
             h = h + layer.mixer.forward(x, batch, cache.cache.kda[layer.index])
         else:
-            h = h + layer.mixer.forward(x, batch, cache.cache.mla[layer.index])[0]
+            h = h + layer.mixer.forward(x, batch, cache.cache.mla[layer.index])
         h = h + layer.ffn.forward(rms_norm(h, layer.post_attention_norm, layer.eps))
     # hc_eps leaves C off the identity by up to 4e-6 a site; ten sites, then five layers of amplification.
     torch.testing.assert_close(hidden, rms_norm(h, trunk.norm, trunk.eps), atol=5e-4, rtol=0)

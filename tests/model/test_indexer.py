@@ -35,12 +35,13 @@ class Run:
         self.indexer, self.length = indexer, 0
         self.key_sets: list[set[int]] = []
         self.table = tiny.shuffled_tables(1, NUM_TOKENS + 16, 16)[0]
-        self.cache = allocate_mla(tiny.TINY, CacheShape(len(self.table), 16, 2, 8), torch.float32, CPU).index
+        self.cache = allocate_mla(tiny.TINY, CacheShape(len(self.table), 16, 2), torch.float32, CPU, 8).index
         poison({0: self.cache}, fill)
 
     def feed(self, x: Tensor, q_latent: Tensor) -> Selection:
         segment = Segment(0, len(x), self.length, 1, self.table)
         batch = Batch(torch.zeros(len(x)), (segment,))
+        self.indexer.write(x, batch, self.cache)
         (selection,) = self.indexer.select(x, q_latent, batch, self.cache)
         first = self.length - self.indexer.first_slot
         self.key_sets += [set(range(first + i + 1)) for i in range(selection.num_dense)]

@@ -42,7 +42,10 @@ class Slots:
     def __init__(self, kda: Kda, fill: float = float("nan")) -> None:
         self.kda = kda
         self.state = KdaState(
-            torch.full((NUM_SLOTS, HEADS, DIM, DIM), fill), torch.full((NUM_SLOTS, 3, 3 * HEADS * DIM), fill)
+            torch.full((NUM_SLOTS, HEADS, DIM, DIM), fill),
+            torch.full((NUM_SLOTS, 3, 3 * HEADS * DIM), fill),
+            replay=torch.empty(0),
+            conv_tail=torch.empty(0),
         )
 
     def run(

@@ -31,12 +31,13 @@ class Run:
         self.mla, self.length = mla, 0
         self.table = tiny.shuffled_tables(2, NUM_TOKENS, block_size)[1]
         blocks = 2 * len(self.table)
-        self.cache = allocate_mla(CONFIG, CacheShape(blocks, block_size, 2, 8), torch.float32, CPU)
+        self.cache = allocate_mla(CONFIG, CacheShape(blocks, block_size, 2), torch.float32, CPU, 8)
         poison({0: self.cache}, fill)
 
     def feed(self, x: Tensor) -> tuple[Tensor, Selection]:
         batch = Batch(torch.zeros(len(x)), (Segment(0, len(x), self.length, 1, self.table),))
-        y, (selection,) = self.mla.forward(x, batch, self.cache)
+        self.mla.write(x, batch, self.cache)
+        y, (selection,) = self.mla.attend(x, batch, self.cache)
         self.length += len(x)
         return y, selection
 

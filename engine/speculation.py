@@ -1,0 +1,215 @@
+"""The round: one step of every request, the draft layer speculating on top of the trunk.
+
+    1. verify     one trunk forward over every chunk: known tokens and drafts of whoever decodes, beside prompts
+    2. accept     the longest run of drafts that sampling lets stand, and one token of the trunk's own
+    3. roll back  recurrent states to the accepted run, by replay; checkpoints at boundaries inside it
+    4. catch up   the draft layer's rows of all tokens that are known now, from the trunk's hidden states
+    5. draft      the next tokens, one pass each, from the last row
+    6. report     new tokens and drafts; what was rejected stays as rows that are overwritten before they are read
+
+Invariants: whatever a request keeps after a round is a function of its known tokens. `num_new_tokens` = accepted
+drafts + 1, and belongs to the request, never to its row in the batch. A chunk that ends, a hit and a resume are one
+thing to the draft layer: it goes on at `draft_start`, from the hidden state and the raw index rows in its companion.
+Without a draft layer a round ends after step 3, which then has nothing to do.
+"""
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from engine.sampling import Sampler, SamplingError, token_log_probs
+from model.batch import Batch, Export, Segment
+from model.glm5_next import Glm5Next, TrunkCache
+from model.indexer import Selection
+from model.mtp import DraftCache, Mtp
+from scheduler.plan import ScheduledChunk, TokenLogProbs
+
+
+@dataclass
+class RequestTensors:
+    """What lives as long as a request and is no number: how it samples, and its block tables by group."""
+
+    sampler: Sampler
+    num_top: int | None = None  # alternatives to list with each token's log-probability; None: no log-probabilities
+    tables: list[Tensor] = field(default_factory=list)  # [num_blocks] int64 each
+    proposals: list[Tensor | None] = field(default_factory=list)  # what its drafts were drawn from
+
+
+@dataclass
+class Turn:
+    """One request's part of a round; filled in step by step."""
+
+    chunk: ScheduledChunk
+    own: RequestTensors
+    segment: Segment  # its rows in the trunk's batch
+    hidden: Tensor = torch.empty(0)  # [rows, hidden_size], the trunk's
+    tokens: tuple[int, ...] = ()  # new ones: accepted drafts and one more
+    log_probs: tuple[TokenLogProbs, ...] = ()
+    draft_segment: Segment | None = None  # its rows in the draft layer's batch
+    drafts: list[int] = field(default_factory=list)
+    error: str | None = None
+
+    @property
+    def computed(self) -> int:
+        """Tokens that the trunk has computed and that stand."""
+        return self.chunk.end - self.chunk.num_drafts + max(len(self.tokens) - 1, 0)
+
+    @property
+    def known(self) -> tuple[int, ...]:
+        """Tokens known from the chunk's start on, the last one not computed if the chunk sampled."""
+        verified = self.chunk.token_ids[: len(self.chunk.token_ids) - self.chunk.num_drafts]
+        following = self.chunk.next_token
+        return verified + (self.tokens if following is None else (following,))
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """The draft layer, its cache, and how it drafts: up to `depth` tokens; `index_share`: see model/mtp.py."""
+
+    mtp: Mtp
+    cache: DraftCache
+    depth: int
+    index_share: bool
+
+
+class Speculation:
+    """Rounds on one trunk and its cache, with a drafter or without."""
+
+    def __init__(self, trunk: Glm5Next, cache: TrunkCache, drafter: Drafter | None) -> None:
+        self.trunk, self.cache, self.drafter = trunk, cache, drafter
+
+    def round(self, batch: Batch, turns: list[Turn]) -> list[Turn]:
+        """Run the chunks; the turns are those of the batch's segments. A turn whose logits can't be sampled gets an
+        `error` and leaves the round; the others go on."""
+        self.verify(batch, turns)
+        self.accept(turns)
+        standing = [turn for turn in turns if turn.error is None]
+        self.roll_back(standing)
+        if self.drafter is not None:
+            self.draft(standing, self.catch_up(standing))
+        return turns
+
+    def verify(self, batch: Batch, turns: list[Turn]) -> None:
+        """Step 1. Rows of drafts are written to pages and rings like any others."""
+        hidden = self.trunk.forward(batch, self.cache)
+        for turn in turns:
+            turn.hidden = hidden[turn.segment.rows]
+
+    def accept(self, turns: list[Turn]) -> None:
+        """Step 2. Every token is chosen from its own row: row i follows the chunk's known tokens and i drafts."""
+        sampling = [turn for turn in turns if turn.chunk.samples]
+        if not sampling:
+            return
+        counts = [1 + turn.chunk.num_drafts for turn in sampling]
+        rows = [turn.hidden[-count:] for turn, count in zip(sampling, counts, strict=True)]
+        logits = self.trunk.logits(torch.cat(rows)).split(counts)
+        for turn, count, own in zip(sampling, counts, logits, strict=True):
+            drafts = turn.chunk.token_ids[len(turn.chunk.token_ids) - count + 1 :]
+            try:
+                turn.tokens = turn.own.sampler.verify(own, drafts, turn.own.proposals[: count - 1])
+            except SamplingError as error:
+                turn.error = str(error)
+                continue
+            if turn.own.num_top is not None:
+                turn.log_probs = token_log_probs(own[: len(turn.tokens)], turn.tokens, turn.own.num_top)
+
+    def roll_back(self, turns: list[Turn]) -> None:
+        """Step 3. A verification left the running slot as it was; replay brings it to the last token that stands."""
+        for turn in turns:
+            chunk, segment = turn.chunk, turn.segment
+            if segment.replay is not None:
+                passed = [Export(c.position - chunk.start, c.slot) for c in chunk.exports]
+                reached = [export for export in passed if export.num_tokens <= len(turn.tokens)]
+                running = Export(len(turn.tokens), segment.slot)
+                self.cache.recurrent.roll_back(segment.slot, segment.replay, (*reached, running))
+
+    def catch_up(self, turns: list[Turn]) -> Tensor:
+        """Step 4: the residual rows [rows, hidden_size] of tokens that became known. Writing them is all that later
+        drafts need of them."""
+        assert self.drafter is not None
+        mtp, cache = self.drafter.mtp, self.drafter.cache
+        token_ids: list[int] = []
+        previous = []
+        for turn in turns:
+            chunk, row = turn.chunk, len(token_ids)
+            first = chunk.draft_start + 1 - mtp.first_slot - chunk.start  # row of the first token without draft row
+            token_ids += turn.known[first:]
+            if first == 0:  # its hidden state came with the forward before
+                previous.append(cache.hidden[chunk.companion_slot].unsqueeze(0))
+            previous.append(turn.hidden[max(first - 1, 0) : first - 1 + len(token_ids) - row])
+            turn.draft_segment = Segment(
+                row, len(token_ids) - row, chunk.draft_start, chunk.companion_slot or 0, turn.own.tables[1],
+                self.leave_companions(turn), chunk.write_from,
+            )  # fmt: skip
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=self.trunk.device)
+        x = mtp.enter(ids, torch.cat(previous))
+        mtp.write(x, Batch(ids, tuple(t.draft_segment for t in turns if t.draft_segment)), cache.mla)
+        return x
+
+    def leave_companions(self, turn: Turn) -> tuple[Export, ...]:
+        """Keep the hidden state before every boundary that stands, and before the next token; the exports that keep raw
+        index rows there."""
+        assert self.drafter is not None
+        chunk, hidden = turn.chunk, self.drafter.cache.hidden
+        reached = [c for c in chunk.exports if c.position <= turn.computed]
+        for checkpoint in reached:
+            hidden[checkpoint.companion] = turn.hidden[checkpoint.position - 1 - chunk.start]
+        hidden[chunk.companion_slot] = turn.hidden[turn.computed - 1 - chunk.start]
+        return tuple(Export(c.position - chunk.draft_start, c.companion or 0) for c in reached)
+
+    def draft(self, turns: list[Turn], x: Tensor) -> None:
+        """Step 5. Pass 1 reads the row of each request's last known token, a later pass the row of its draft."""
+        assert self.drafter is not None
+        mtp, mla, share = self.drafter.mtp, self.drafter.cache.mla, self.drafter.index_share
+        active = [turn for turn in turns if self.wants_draft(turn)]
+        x = x[[turn.draft_segment.rows.stop - 1 for turn in active if turn.draft_segment]]
+        y, shared = x, None
+        for step in range(self.drafter.depth):
+            if not active:
+                return
+            batch = query_batch(active, step, x.device)
+            if step:
+                x = mtp.enter(batch.token_ids, y)
+                if not share:
+                    mtp.write(x, batch, mla)
+            y, selections = mtp.read(x, batch, mla, shared)
+            if share and shared is None:
+                rows = [segment.start - mtp.first_slot for segment in batch.segments]
+                shared = [each.last_row(row) for each, row in zip(selections, rows, strict=True)]
+            for turn, logits in zip(active, mtp.logits(y), strict=True):
+                propose(turn, logits)
+            left = [i for i, turn in enumerate(active) if self.wants_draft(turn)]
+            if len(left) < len(active):
+                active, y = [active[i] for i in left], y[left]
+                shared = shared and [shared[i] for i in left]
+
+    def wants_draft(self, turn: Turn) -> bool:
+        """Whether one more draft could be verified: the step that does so also brings a token of its own."""
+        assert self.drafter is not None
+        most = min(self.drafter.depth, turn.chunk.limit - 2 - turn.computed)
+        return turn.error is None and turn.chunk.samples and len(turn.drafts) < most
+
+
+def query_batch(turns: list[Turn], step: int, device: torch.device) -> Batch:
+    """The rows of the last known tokens, `step` = 0, or of their `step`-th drafts, one of each turn."""
+    segments = []
+    for row, turn in enumerate(turns):
+        assert turn.draft_segment is not None
+        slot = turn.draft_segment.end - 1 + step
+        segments.append(Segment(row, 1, slot, turn.draft_segment.slot, turn.draft_segment.block_table))
+    token_ids = [turn.drafts[-1] if step else turn.tokens[-1] for turn in turns]
+    return Batch(torch.tensor(token_ids, device=device), tuple(segments))
+
+
+def propose(turn: Turn, logits: Tensor) -> None:
+    """One more draft, from the draft layer's logits [vocab_size]."""
+    if not turn.drafts:
+        turn.own.proposals.clear()
+    try:
+        token, distribution = turn.own.sampler.propose(logits)
+    except SamplingError as error:
+        turn.error = f"the draft layer: {error}; draft_tokens 0 runs without it"
+        return
+    turn.drafts.append(token)
+    turn.own.proposals.append(distribution)

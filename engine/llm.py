@@ -31,8 +31,8 @@ from model.random_weights import random_weights
 from model.weights import WeightTree, load_weights
 from scheduler.block_manager import BlockManager
 from scheduler.checkpoint_policy import Capability
-from scheduler.request import FinishReason, Request
-from scheduler.scheduler import Advance, Scheduler
+from scheduler.request import Advance, FinishReason, Request
+from scheduler.scheduler import Scheduler
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "model" / "embedded"
 Prompt = str | Sequence[int]
@@ -165,12 +165,13 @@ class LLM:
     def _deliver(self, advance: Advance) -> Iterator[Delta]:
         output, reason = self._outputs[advance.request.request_id], advance.finish_reason
         output.result.cached_tokens = advance.request.num_cached_tokens
-        if advance.token is not None:
-            delta, stopped = output.push(advance.token)
+        for token in advance.tokens:
+            delta, stopped = output.push(token)
             yield delta
             if stopped:  # at the last allowed token, too, a stop string is a stop
                 reason = "stop"
                 self.scheduler.finish(advance.request)
+                break
         if reason is not None:
             yield output.finish(reason, advance.message)
 

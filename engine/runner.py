@@ -34,20 +34,20 @@ class Runner:
             self._samplers.pop(request_id, None)
         for chunk in plan.chunks:
             if chunk.restore_from is not None:
-                self.cache.copy_state(chunk.restore_from, chunk.recurrent_slot)
+                self.cache.copy_state(chunk.restore_from.slot, chunk.recurrent_slot)
         batch = self._batch(plan)
         hidden = self.model.forward(batch, self.cache)
         rows = list(zip(plan.chunks, (hidden[segment.rows] for segment in batch.segments), strict=True))
         tokens, errors = self._sample({chunk.request_id: own[-1] for chunk, own in rows if chunk.samples})
         scores = {chunk.request_id: self._score(own, chunk.targets) for chunk, own in rows if chunk.targets}
-        return StepResult(tokens, errors, scores)
+        return StepResult({i: (token,) for i, token in tokens.items()}, errors, scores)
 
     def _batch(self, plan: StepPlan) -> Batch:
         token_ids: list[int] = []
         segments = []
         for chunk in plan.chunks:
             size, table = len(chunk.token_ids), self._extended_table(chunk)
-            exports = tuple(Export(position - chunk.start, slot) for position, slot in chunk.exports)
+            exports = tuple(Export(export.position - chunk.start, export.slot) for export in chunk.exports)
             row, slot = len(token_ids), chunk.recurrent_slot
             segments.append(Segment(row, size, chunk.start, slot, table, exports, chunk.write_from))
             token_ids += chunk.token_ids

@@ -115,10 +115,10 @@ class Auditor(Player):
     def execute(self, plan: StepPlan) -> StepResult:
         for chunk in plan.chunks:
             if chunk.restore_from is not None:
-                self._audit("hit", chunk.restore_from, chunk.start)
+                self._audit("hit", chunk.restore_from.slot, chunk.start)
         result = self.runner.execute(plan)
         for chunk in plan.chunks:
-            for position, slot in chunk.exports:
+            for position, slot, _ in chunk.exports:
                 parts = [
                     part.to(kept.dtype)
                     for witness, state in zip(self.witnesses, self.states, strict=True)

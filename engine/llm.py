@@ -33,8 +33,8 @@ from model.weights import WeightTree, load_weights
 from scheduler.block_manager import BlockManager
 from scheduler.checkpoint_policy import Capability
 from scheduler.plan import TokenLogProbs
-from scheduler.request import FinishReason, Request
-from scheduler.scheduler import Advance, Scheduler
+from scheduler.request import Advance, FinishReason, Request
+from scheduler.scheduler import Scheduler
 
 EMBEDDED_MODEL = Path(__file__).resolve().parent.parent / "model" / "embedded"
 Prompt = str | Sequence[int]

@@ -44,8 +44,8 @@ class Result:
 
 @dataclass
 class SpeculationStatistics:
-    """Steps that verified drafts: `proposed[i]` of them carried a draft at position i, `accepted[i]` accepted it and all
-    before it. Counted before a stop or limit cuts the run. Lists have `depth` entries."""
+    """Steps that verified drafts: `proposed[i]` of them carried a draft at position i, `accepted[i]` accepted it and
+    all before it. Counted before a stop or limit cuts the run. Lists have `depth` entries."""
 
     depth: int
     verify_steps: int = 0

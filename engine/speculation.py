@@ -21,7 +21,6 @@ from torch import Tensor
 from engine.sampling import Sampler, SamplingError, token_log_probs
 from model.batch import Batch, Export, Segment
 from model.glm5_next import Glm5Next, TrunkCache
-from model.indexer import Selection
 from model.mtp import DraftCache, Mtp
 from scheduler.plan import ScheduledChunk, TokenLogProbs
 
@@ -31,7 +30,9 @@ class RequestTensors:
     """What lives as long as a request and is no number: how it samples, and its block tables by group."""
 
     sampler: Sampler
-    num_top: int | None = None  # alternatives to list with each token's log-probability; None: no log-probabilities
+    num_top: int | None = (
+        None  # alternatives to list with each token's log-probability; None: no log-probabilities
+    )
     tables: list[Tensor] = field(default_factory=list)  # [num_blocks] int64 each
     proposals: list[Tensor | None] = field(default_factory=list)  # what its drafts were drawn from
 
@@ -43,7 +44,7 @@ class Turn:
     chunk: ScheduledChunk
     own: RequestTensors
     segment: Segment  # its rows in the trunk's batch
-    hidden: Tensor = torch.empty(0)  # [rows, hidden_size], the trunk's
+    hidden: Tensor = field(init=False)  # [rows, hidden_size], the trunk's
     tokens: tuple[int, ...] = ()  # new ones: accepted drafts and one more
     log_probs: tuple[TokenLogProbs, ...] = ()
     draft_segment: Segment | None = None  # its rows in the draft layer's batch
@@ -133,7 +134,9 @@ class Speculation:
         previous = []
         for turn in turns:
             chunk, row = turn.chunk, len(token_ids)
-            first = chunk.draft_start + 1 - mtp.first_slot - chunk.start  # row of the first token without draft row
+            first = (
+                chunk.draft_start + 1 - mtp.first_slot - chunk.start
+            )  # row of the first token without draft row
             token_ids += turn.known[first:]
             if first == 0:  # its hidden state came with the forward before
                 previous.append(cache.hidden[chunk.companion_slot].unsqueeze(0))

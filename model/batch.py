@@ -135,7 +135,7 @@ class VerifiedRows:
 
     def split(self, rows: Tensor) -> Tensor:
         """The group's rows [n * num_tokens, ..] as [n, num_tokens, ..]."""
-        return rows.unflatten(0, (-1, self.num_tokens))
+        return rows.view(-1, self.num_tokens, *rows.shape[1:])
 
 
 def row_index(numbers: list[int], device: torch.device) -> Tensor | slice:

@@ -95,7 +95,9 @@ class HyperConnection:
                 base + product * factor * scale
                 for base, product, scale in zip(self.base_floats, products, self.scale_floats, strict=True)
             ]
-            gates = [0.5 + 0.5 * math.tanh(0.5 * value) for value in mapping[:8]]  # sigmoids that can't overflow
+            gates = [
+                0.5 + 0.5 * math.tanh(0.5 * value) for value in mapping[:8]
+            ]  # sigmoids that can't overflow
             sites += [gate + self.eps for gate in gates[:4]]
             sites += [POST_MULTIPLIER * gate for gate in gates[4:]]
             sites += sinkhorn_floats(mapping[8:], self.eps, self.iterations)

@@ -78,7 +78,7 @@ class Indexer:
             self._write(raw[segment.rows], segment, cache)
 
     def select(self, x: Tensor, q_latent: Tensor, batch: Batch, cache: IndexCache) -> list[Selection]:
-        """Rows that each row attends to, its own written. x [num_tokens, hidden], q_latent [num_tokens, q_lora_rank]."""
+        """Rows that each row attends to, its own written. x [num_tokens, hidden], q_latent [num_tokens, rank]."""
         scored = [s for s in batch.segments if s.end - self.first_slot > self.dense_rows]
         if not scored:
             return [Selection(s.num_tokens, _no_rows(x.device)) for s in batch.segments]

@@ -11,9 +11,9 @@ boundary on the 16-token grid on its way, which is where states are exported. Th
 after token n-1 together with the last `conv kernel - 1` rows of q|k|v before the convolution: one unit, never
 carried, restored or exported apart. All arithmetic is float32.
 
-A verification runs tokens of which only a prefix may come true. It reads a slot and leaves the slot's matrix alone; what
-the recurrence read of each token goes to a replay row, and `roll_back` runs the accepted prefix again from there: the
-same law on the same numbers, without the layers around it.
+A verification runs tokens of which only a prefix may come true. It reads a slot and leaves the slot's matrix alone;
+what the recurrence read of each token goes to a replay row, and `roll_back` runs the accepted prefix again from
+there: the same law on the same numbers, without the layers around it.
 """
 
 from dataclasses import dataclass
@@ -43,12 +43,17 @@ class KdaState:
     matrix: Tensor  # [num_slots, (layers,) heads, key, value] float32, or bfloat16 to halve a checkpoint
     conv: Tensor  # [num_slots, kernel - 1, (layers,) 3 * heads * head_dim], rows of q|k|v before the convolution
     replay: Tensor  # [num_rows, 1 + depth, (layers,) heads, 3 * head_dim + 1] float32: k, v, g and beta of each token
-    conv_tail: Tensor  # [num_rows, depth, (layers,) 3 * heads * head_dim], what follows `conv` in a verification
+    conv_tail: (
+        Tensor  # [num_rows, depth, (layers,) 3 * heads * head_dim], what follows `conv` in a verification
+    )
 
     def layer(self, index: int) -> "KdaState":
         """One layer's part of a state of all layers."""
         return KdaState(
-            self.matrix[:, index], self.conv[:, :, index], self.replay[:, :, index], self.conv_tail[:, :, index]
+            self.matrix[:, index],
+            self.conv[:, :, index],
+            self.replay[:, :, index],
+            self.conv_tail[:, :, index],
         )
 
     def copy(self, source: int, target: int) -> None:
@@ -174,7 +179,6 @@ class Kda:
         state.matrix[segment.slot] = states[segment.num_tokens]
         return out
 
-
     def _verify(self, inputs: KdaInputs, group: VerifiedRows, state: KdaState) -> Tensor:
         """Outputs of the group's tokens; no slot's matrix is touched."""
         read = group.split(
@@ -185,8 +189,8 @@ class Kda:
         update, absorbed, scores, q_in, _, _ = within_chunks(*parts)  # [n * heads, tokens, width]
         matrix = state.matrix[group.slots].float().flatten(0, 1)
         delta = torch.baddbmm(update, absorbed, matrix, alpha=-1)
-        out = torch.bmm(scores, delta).baddbmm_(q_in, matrix)
-        return out.unflatten(0, (-1, self.heads)).transpose(1, 2).flatten(0, 1)
+        out = torch.bmm(scores, delta).baddbmm_(q_in, matrix).view(-1, self.heads, *update.shape[1:])
+        return out.transpose(1, 2).flatten(0, 1)
 
 
 def in_row_order(parts: list[tuple[slice | Tensor, Tensor]], num_rows: int) -> Tensor:

@@ -84,9 +84,7 @@ class Mtp:
         self, x: Tensor, batch: Batch, cache: MlaCache, selections: list[Selection] | None = None
     ) -> tuple[Tensor, list[Selection]]:
         """y [num_tokens, hidden] in the activation dtype, from residual rows x; also what they attended to."""
-        mixed, selections = self.mla.attend(
-            rms_norm(x, self.input_norm, self.eps), batch, cache, selections
-        )
+        mixed, selections = self.mla.attend(rms_norm(x, self.input_norm, self.eps), batch, cache, selections)
         x = x + mixed.float()
         x = x + self.moe.forward(rms_norm(x, self.post_attention_norm, self.eps)).float()
         return rms_norm(x, self.norm, self.eps).to(mixed.dtype), selections

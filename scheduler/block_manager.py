@@ -16,8 +16,9 @@ from itertools import compress
 
 from scheduler.checkpoint_policy import Policy, Prefill, Reuse
 from scheduler.keys import KeyChain
+from scheduler.plan import Checkpoint
 from scheduler.pool import Pool
-from scheduler.request import Checkpoint, Request
+from scheduler.request import Request
 
 
 class BlockManager:
@@ -112,8 +113,9 @@ class BlockManager:
             for page in table:
                 group.acquire(page)
         request.num_computed_tokens = max(reuse.state_at, request.num_external_tokens)
+        request.num_drafted_tokens = request.num_computed_tokens
         request.write_from = reuse.attention_to
-        request.num_published_blocks = reuse.attention_to // self.block_size
+        request.num_published_blocks = [reuse.attention_to // self.block_size for _ in self.groups]
         request.junctions = junctions_of(reuse)
         return True
 
@@ -137,18 +139,21 @@ class BlockManager:
         return True
 
     def commit(self, request: Request, publishes: Iterable[int], rolling: int | None) -> None:
-        """After the forward: publish full pages and the states at `publishes`; keep the one at `rolling` privately."""
+        """After the forward: publish full pages and the states at `publishes`; keep the one at `rolling` privately. A
+        state beyond a rejected draft or a stop is freed, and the rolling one of before stays."""
         self._release(request.restored)
         request.restored = None
         self._publish_pages(request)
         if not request.reserved:
             return
         for checkpoint in request.reserved:
-            if checkpoint.position == rolling:
+            position = checkpoint.position
+            places = self._findable(request, checkpoint) if position <= request.num_computed_tokens else []
+            if position == rolling and len(places) == len(self._state_pools):
                 self._release(request.rolling)
                 request.rolling = checkpoint
             else:
-                self._give_up(request, checkpoint, checkpoint.position in publishes)
+                self._give_up(request, checkpoint, bool(places) and position in (*publishes, rolling))
         request.reserved = []
 
     def end_prefill(self, request: Request) -> None:
@@ -180,14 +185,15 @@ class BlockManager:
                 group.release(page)
         request.tables, request.reserved, request.restored, request.rolling = [], [], None, None
         request.recurrent_slot = request.companion_slot = None
-        request.num_computed_tokens = request.num_published_blocks = request.write_from = 0
+        request.num_computed_tokens = request.num_drafted_tokens = request.write_from = 0
+        request.num_published_blocks, request.drafts = [], ()
 
     def reset_cache(self, running: Iterable[Request]) -> None:
         """Forget everything published and every rolling checkpoint. Running requests keep what they compute with, and
         publish their pages again."""
         for request in running:
             self.drop_rolling(request)
-            request.num_published_blocks = 0
+            request.num_published_blocks = [0 for _ in self.groups]
         for pool in (*self.groups, *self._state_pools):
             pool.evict_all()
 
@@ -204,25 +210,23 @@ class BlockManager:
             pool.check(kinds[index] for kinds in places)
         for request in requests:
             assert request.recurrent_slot is not None and not self.slots.is_keyed(request.recurrent_slot)
-            assert request.write_from <= self.block_size * min(map(len, request.tables))
+            rows = max(request.write_from, request.num_drafted_tokens)
+            assert rows <= self.block_size * min(map(len, request.tables))
 
     def _publish_pages(self, request: Request) -> None:
-        if (
-            request.num_computed_tokens // self.block_size <= request.num_published_blocks
-            or not self.policy.retain
-        ):
+        """Publish full pages of verified tokens; those of the draft group, the last, as far as their rows were made."""
+        verified, size, published = request.num_computed_tokens, self.block_size, request.num_published_blocks
+        if verified // size <= published[-1] or not self.policy.retain:
             return
-        verified = self.policy.publishable(request.num_computed_tokens, request.num_known_tokens)
-        first, last = request.num_published_blocks, verified // self.block_size
-        if last <= first:
-            return
-        keys = self._keys(request).between(first * self.block_size, verified)
-        for group, table in zip(self.groups, request.tables, strict=True):
-            for block, key in enumerate(keys, start=first):
+        chain = self._keys(request)
+        for index, (group, table) in enumerate(zip(self.groups, request.tables, strict=True)):
+            written = min(verified, request.num_drafted_tokens) if index else verified
+            end, first = self.policy.publishable(written, request.num_known_tokens), published[index]
+            for block, key in enumerate(chain.between(first * size, end), start=first):
                 kept = group.publish(table[block], key)
-                if kept and self._tagged and group is self.groups[-1]:
-                    self._tags[table[block]] = request.token((block + 1) * self.block_size)
-        request.num_published_blocks = last
+                if kept and self._tagged and index:
+                    self._tags[table[block]] = request.token((block + 1) * size)
+            published[index] = max(first, end // size)
 
     def _hands_over(self, request: Request) -> bool:
         """Whether the running state itself becomes a checkpoint when the request leaves."""
@@ -235,12 +239,18 @@ class BlockManager:
 
     def _give_up(self, request: Request, checkpoint: Checkpoint, findable: bool) -> None:
         """Release a held checkpoint, findable from now on or not."""
-        position = checkpoint.position
-        if findable and self.policy.publishable(position, request.num_known_tokens) == position:
-            key = self._keys(request).at(position)
-            for pool, place in zip(self._state_pools, _places(checkpoint), strict=True):
-                pool.publish(place, key)
+        places = self._findable(request, checkpoint) if findable else []
+        for pool, place in zip(self._state_pools, places, strict=False):
+            pool.publish(place, self._keys(request).at(checkpoint.position))
         self._release(checkpoint)
+
+    def _findable(self, request: Request, checkpoint: Checkpoint) -> list[int]:
+        """The slot, and the companion, if the known tokens determine their keys. A companion holds draft rows, and is
+        left out where they lag."""
+        position = checkpoint.position
+        if self.policy.publishable(position, request.num_known_tokens) != position:
+            return []
+        return _places(checkpoint)[: 1 + (position <= request.num_drafted_tokens)]
 
     def _reserve(self, position: int) -> Checkpoint:
         return self._checkpoint(position, [_taken(pool.allocate()) for pool in self._state_pools])

@@ -14,14 +14,14 @@ from scheduler.checkpoint_policy import Chunk, Policy, Prefill
 def fitted_chunk(
     policy: Policy, prefill: Prefill, start: int, room: int, largest: int, num_states: int, num_slots: int
 ) -> Chunk:
-    """The chunk from `start` that leaves at most `num_states` states; `room` and `largest` as for Policy.chunk.
-    `num_slots`: how many there are in all, for the reason."""
+    """The chunk from `start` that leaves at most `num_states` states; `room` and `largest` as for Policy.chunk, but a
+    decode takes all of `room`: its row and its drafts. `num_slots`: how many there are in all, for the reason."""
     denied: set[int] = set()
     while True:
         if start < prefill.finish:
             chunk = policy.chunk(start, room, prefill, largest, denied)
         else:
-            chunk = _decode(policy, start, denied)
+            chunk = _decode(policy, start, start + room, denied)
         wanted = states_of(chunk)
         if len(wanted) <= num_states:
             break
@@ -38,11 +38,11 @@ def states_of(chunk: Chunk) -> list[int]:
     return sorted({*chunk.exports, *chunk.publishes, *rolling})
 
 
-def _decode(policy: Policy, start: int, denied: Container[int]) -> Chunk:
-    """A decode step, and the boundary that it crosses, if the policy keeps one."""
-    boundary, at_once = policy.decode_boundary(start, start + 1)
+def _decode(policy: Policy, start: int, end: int, denied: Container[int]) -> Chunk:
+    """A decode step, and the boundary that it crosses if its drafts are accepted, if the policy keeps one."""
+    boundary, at_once = policy.decode_boundary(start, end)
     if boundary is None or boundary in denied:
-        return Chunk(start + 1, reason="decode")
+        return Chunk(end, reason="decode")
     if at_once:
-        return Chunk(start + 1, publishes=(boundary,), reason="decode")
-    return Chunk(start + 1, rolling=boundary, reason="decode")
+        return Chunk(end, publishes=(boundary,), reason="decode")
+    return Chunk(end, rolling=boundary, reason="decode")

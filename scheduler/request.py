@@ -2,20 +2,13 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from typing import Literal
 
 from scheduler.keys import KeyChain
+from scheduler.plan import Checkpoint
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Status = Literal["waiting", "running", "finished"]
-
-
-class Checkpoint(NamedTuple):
-    """A recurrent state after `position` tokens, its slot, and with a drafter its companion."""
-
-    position: int
-    slot: int
-    companion: int | None
 
 
 @dataclass
@@ -31,10 +24,12 @@ class Request:
     num_external_tokens: int = 0  # rows and state of the first tokens come from an external store
     output: list[int] = field(default_factory=list)
     status: Status = "waiting"
-    num_computed_tokens: int = 0  # tokens whose cache rows and recurrent state exist
+    num_computed_tokens: int = 0  # tokens whose cache rows and recurrent state exist, all of them verified
+    num_drafted_tokens: int = 0  # slots of the draft pages that hold their rows
+    drafts: tuple[int, ...] = ()  # proposed to follow the known tokens, not verified
     # Pages by group (target, and with a drafter draft); the first ones may be shared.
     tables: list[list[int]] = field(default_factory=list)
-    num_published_blocks: int = 0
+    num_published_blocks: list[int] = field(default_factory=list)  # by group
     recurrent_slot: int | None = None
     companion_slot: int | None = None
     keys: KeyChain | None = None
@@ -76,3 +71,25 @@ class Request:
         split = len(self.prompt)
         generated = self.output[max(start - split, 0) : max(end - split, 0)]
         return (*self.prompt[start:end], *generated)
+
+    def receive(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+        """Append new tokens one by one, up to a stop id, which is dropped, or the last allowed one; those appended, and
+        whether that ends the request."""
+        for count, token in enumerate(tokens):
+            if token in self.stop_ids:
+                return tokens[:count], "stop"
+            self.output.append(token)
+            if len(self.output) == self.max_tokens:
+                return tokens[: count + 1], "length"
+        scored = self.max_tokens == 0 and self.num_computed_tokens == len(self.prompt)
+        return tokens, "length" if scored else None
+
+
+@dataclass(frozen=True)
+class Advance:
+    """What a commit did to one request: the delivered tokens (never a stop id), and how it ended."""
+
+    request: Request
+    tokens: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+    message: str | None = None

@@ -1,23 +1,22 @@
 """Which tokens run in the next step: continuous batching under a token budget.
 
-`schedule` fills a step in this order: one row for every running request that decodes, then chunks of running
-prefills in order of arrival, then waiting requests, first come first served, while a slot and pages are there. While
-something decodes, a step takes at most `mixed_prefill_tokens` of prefill, and no prompt more than half of what is
-left while another waits. Where a chunk ends and which states it leaves is asked of the policy. When pages run out
-the youngest running request is preempted and goes to the front of the queue; it resumes by an ordinary lookup.
-`commit` makes a step's result true: only then is anything published, so requests admitted together never hit
-what their own step has yet to write.
+`schedule` fills a step in this order: one row for every running request that decodes, then their drafts, then chunks
+of running prefills in order of arrival, then waiting requests, first come first served, while a slot and pages are
+there. While something decodes, a step takes at most `mixed_prefill_tokens` of prefill, and no prompt more than half of
+what is left while another waits. Where a chunk ends and which states it leaves is asked of the policy. When pages run
+out the youngest running request is preempted and goes to the front of the queue; it resumes by an ordinary lookup.
+`commit` makes a step's result true: only then is anything published, so requests admitted together never hit what
+their own step has yet to write; tokens that were rejected, or follow a stop, leave nothing.
 """
 
 from collections import deque
-from dataclasses import dataclass
 from itertools import islice
 
 from scheduler.block_manager import BlockManager, junctions_of
 from scheduler.checkpoint_policy import Chunk, Prefill, Reuse
 from scheduler.fitting import fitted_chunk, states_of
 from scheduler.plan import ScheduledChunk, StepPlan, StepResult
-from scheduler.request import FinishReason, Request
+from scheduler.request import Advance, Request
 
 NO_CAP = 0
 
@@ -26,18 +25,9 @@ class RequestRefused(ValueError):
     """The request can never run; the message holds the numbers."""
 
 
-@dataclass(frozen=True)
-class Advance:
-    """What a commit did to one request: the delivered token (never a stop id), and how it ended."""
-
-    request: Request
-    token: int | None = None
-    finish_reason: FinishReason | None = None
-    message: str | None = None
-
-
 class Scheduler:
-    """Requests over one BlockManager. `context_limit` is in tokens, output included."""
+    """Requests over one BlockManager. `context_limit` is in tokens, output included; `draft_tokens` is the most that a
+    step verifies per request; for `scratch_tokens` beyond a sampling chunk's end the draft layer needs pages."""
 
     def __init__(
         self,
@@ -47,11 +37,15 @@ class Scheduler:
         context_limit: int,
         max_running_requests: int,
         mixed_prefill_tokens: int = 1024,
+        draft_tokens: int = 0,
+        scratch_tokens: int = 0,
         debug: bool = False,
     ) -> None:
         self.blocks, self.max_batched_tokens, self.context_limit = blocks, max_batched_tokens, context_limit
         self.max_running_requests, self.mixed_prefill_tokens = max_running_requests, mixed_prefill_tokens
-        self.debug = debug
+        self.draft_tokens, self.scratch_tokens, self.debug = draft_tokens, scratch_tokens, debug
+        policy = blocks.policy
+        self._last_row_needs_next = policy.drafting and policy.filing != "token"
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -92,10 +86,11 @@ class Scheduler:
         preemptions = self.num_preemptions
         decoding = [r for r in self.running if r.decodes]
         prefills = [r for r in self.running if not r.decodes]
+        spare = max(self.max_batched_tokens - len(decoding), 0)
         for request in decoding[: self.max_batched_tokens]:
             if request.status == "running":
-                self._place_decode(request)
-        rows = len(self._chunks)
+                spare -= self._place_decode(request, spare)
+        rows = sum([len(chunk.token_ids) for chunk in self._chunks.values()])
         left = largest = self._prefill_tokens(rows)
         for request in prefills:
             if left and request.status == "running":
@@ -113,7 +108,7 @@ class Scheduler:
         return StepPlan(chunks, released, self._waits, unused)
 
     def _prefill_tokens(self, decode_rows: int) -> int:
-        """Tokens of prefill that a step beside `decode_rows` decodes may take."""
+        """Tokens of prefill that a step beside `decode_rows` rows of decodes may take."""
         left = self.max_batched_tokens - decode_rows
         capped = decode_rows and self.mixed_prefill_tokens != NO_CAP
         return min(left, self.mixed_prefill_tokens) if capped else left
@@ -134,12 +129,21 @@ class Scheduler:
         for request in islice(self.waiting, 1, None):
             self._waits.setdefault(request.request_id, f"waits behind request {self.waiting[0].request_id}")
 
-    def _place_decode(self, request: Request) -> None:
+    def _place_decode(self, request: Request, spare: int) -> int:
+        """Plan a request's decode row, and of its drafts what fits into `spare` tokens; the number of drafts."""
         start, size = request.num_computed_tokens, self.blocks.block_size
-        if 0 < start % size < size - 1:  # inside a block neither a page nor a slot is needed
-            self._take(request, Chunk(start + 1, reason="decode"))
-        else:
-            self._place(request, (1, 1))
+        rows = 1 + min(len(request.drafts), spare)
+        end, held = start + rows, len(request.tables[0]) * size
+        if start // size == end // size and self._cache_end(request, end) <= held:
+            self._take(request, Chunk(end, reason="decode"))  # neither a page nor a slot is needed
+            return rows - 1
+        return max(self._place(request, (rows, rows)) - 1, 0)
+
+    def _cache_end(self, request: Request, end: int) -> int:
+        """Tokens for which a chunk up to `end` needs pages: where it samples, drafting follows."""
+        if end < request.num_known_tokens:
+            return end
+        return min(end + self.scratch_tokens, request.max_known_tokens)
 
     def _place(self, request: Request, offer: tuple[int, int]) -> int:
         """Plan a running request's chunk and take what it needs; its tokens, 0 if it has to wait."""
@@ -149,7 +153,7 @@ class Scheduler:
             chunk = self._fitted(request, start, request.junctions, offer, states)
             if chunk.end == start:
                 return self._wait(request, chunk.reason)
-            if self.blocks.blocks_for(chunk.end) - held <= pages:
+            if self.blocks.blocks_for(self._cache_end(request, chunk.end)) - held <= pages:
                 self._take(request, chunk)
                 return chunk.end - start
             if not self._preempt_youngest(request):
@@ -171,7 +175,8 @@ class Scheduler:
         chunk = self._fitted(request, start, junctions_of(reuse), offer, max(states, 0))
         if chunk.end == start:
             return self._wait(request, chunk.reason)
-        if self.blocks.blocks_for(chunk.end) - self.blocks.blocks_for(reuse.attention_to) > pages:
+        shared = self.blocks.blocks_for(reuse.attention_to)
+        if self.blocks.blocks_for(self._cache_end(request, chunk.end)) - shared > pages:
             return self._wait(request, "waits for pages")
         for holder in rolling:  # a slot to run in comes before private checkpoints, the youngest's first
             self.blocks.drop_rolling(holder)
@@ -189,35 +194,44 @@ class Scheduler:
 
     def _take(self, request: Request, chunk: Chunk, admitted: bool = False) -> None:
         """Take the pages and slots that were counted, and make the chunk part of the step."""
-        start, known = request.num_computed_tokens, request.num_known_tokens
-        added = self.blocks.grow(request, chunk.end)
+        start, end, known = request.num_computed_tokens, chunk.end, request.num_known_tokens
+        added = self.blocks.grow(request, self._cache_end(request, end))
         for position in states_of(chunk):
             self.blocks.reserve_checkpoint(request, position)
         tables = request.tables if admitted else added
         assert tables is not None, "pages that were counted are gone"
+        drafts = request.drafts[: max(end - known, 0)]
+        cut = f", {len(drafts)} of {len(request.drafts)} drafts: budget" if drafts != request.drafts else ""
         self._chunks[request.request_id] = ScheduledChunk(
             request_id=request.request_id,
-            token_ids=request.tokens(start, chunk.end),
+            token_ids=(*request.tokens(start, end), *drafts),
             start=start,
             write_from=request.write_from,
             admitted=admitted,
             new_blocks=tuple([tuple(pages) for pages in tables]),
             recurrent_slot=request.recurrent_slot or 0,
-            restore_from=request.restored.slot if request.restored else None,
-            exports=tuple([(reserved.position, reserved.slot) for reserved in request.reserved]),
+            restore_from=request.restored,
+            exports=tuple(request.reserved),
             publishes=chunk.publishes,
             rolling=chunk.rolling,
-            samples=chunk.end == known and request.max_tokens > 0,
+            samples=end >= known and request.max_tokens > 0,
             decodes=request.decodes,
-            reason=chunk.reason,
-            targets=request.tokens(start + 1, chunk.end + 1) if request.score_prompt else (),
+            reason=chunk.reason + cut,
+            limit=request.max_known_tokens,
+            targets=request.tokens(start + 1, end + 1) if request.score_prompt else (),
+            num_drafts=len(drafts),
+            draft_start=request.num_drafted_tokens,
+            next_token=request.token(end) if self._last_row_needs_next and end < known else None,
+            companion_slot=request.companion_slot,
         )
 
     def _fitted(
         self, request: Request, start: int, junctions: tuple[int, ...], offer: tuple[int, int], states: int
     ) -> Chunk:
-        prefill = Prefill(len(request.prompt), request.num_known_tokens, junctions)
-        return fitted_chunk(self.blocks.policy, prefill, start, *offer, states, self.blocks.slots.size)
+        (room, largest), known, size = offer, request.num_known_tokens, self.blocks.slots.size
+        room = min(room, known + len(request.drafts) - start)
+        prefill = Prefill(len(request.prompt), known, junctions)
+        return fitted_chunk(self.blocks.policy, prefill, start, room, largest, states, size)
 
     def _preempt_youngest(self, beneficiary: Request) -> bool:
         """Free the youngest running request's places; False if that is the beneficiary itself, which then waits."""
@@ -254,8 +268,7 @@ class Scheduler:
                 continue
             del self._in_flight[chunk.request_id]
             completes = not chunk.decodes and chunk.end >= request.prefill_end
-            request.num_computed_tokens = chunk.end
-            advance = self._advance(request, result)
+            advance = self._advance(request, chunk, result)
             if completes and chunk.rolling is None:
                 self.blocks.end_prefill(request)
             self.blocks.commit(request, chunk.publishes, chunk.rolling)
@@ -266,15 +279,16 @@ class Scheduler:
             self.blocks.check(self.running)
         return advances
 
-    def _advance(self, request: Request, result: StepResult) -> Advance:
-        token = result.tokens.get(request.request_id)
-        if token is None:
-            done = request.max_tokens == 0 and request.num_computed_tokens == len(request.prompt)
-            return Advance(request, finish_reason="length" if done else None)
-        if token in request.stop_ids:
-            return Advance(request, finish_reason="stop")
-        request.output.append(token)
-        return Advance(request, token, "length" if len(request.output) == request.max_tokens else None)
+    def _advance(self, request: Request, chunk: ScheduledChunk, result: StepResult) -> Advance:
+        request_id, tokens = request.request_id, result.tokens.get(request.request_id, ())
+        num_accepted_drafts = max(len(tokens) - 1, 0)
+        request.num_computed_tokens = chunk.end - chunk.num_drafts + num_accepted_drafts
+        request.num_drafted_tokens = result.num_drafted.get(request_id, request.num_drafted_tokens)
+        delivered, reason = request.receive(tokens)
+        # A step adds one token to the drafts that it accepts.
+        room = max(request.max_tokens - len(request.output) - 1, 0)
+        request.drafts = result.drafts.get(request_id, ())[: min(self.draft_tokens, room)]
+        return Advance(request, delivered, reason)
 
     def finish(self, request: Request) -> None:
         """End a request at any moment and free what it holds; ending it again changes nothing."""

@@ -16,6 +16,11 @@ from scheduler.scheduler import Scheduler
 INVENTED_TOKEN = 1 << 40  # above every vocabulary: invented tokens never equal prompt tokens
 
 
+def ends_of(plan: StepPlan) -> dict[int, int]:
+    """By request id: the draft rows that a step without drafts has made, as many as its tokens."""
+    return {chunk.request_id: chunk.end for chunk in plan.chunks}
+
+
 @dataclass
 class RequestTrace:
     """What one request's prefill did: its chunks in order, and what a lookup finds when it has ended."""
@@ -73,8 +78,8 @@ class Simulation:
         for chunk in plan.chunks:
             if chunk.samples:
                 self._num_invented += 1
-                tokens[chunk.request_id] = INVENTED_TOKEN + self._num_invented
-        self.scheduler.commit(plan, StepResult(tokens))
+                tokens[chunk.request_id] = (INVENTED_TOKEN + self._num_invented,)
+        self.scheduler.commit(plan, StepResult(tokens, num_drafted=ends_of(plan)))
         for chunk in plan.chunks:
             trace = traces[chunk.request_id]
             if not chunk.decodes:

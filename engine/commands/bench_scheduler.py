@@ -17,7 +17,7 @@ from typing import Any
 from scheduler.checkpoint_policy import DECLARED_DRAFT_ARCHITECTURE, Capability, make_policy
 from scheduler.plan import StepResult
 from scheduler.request import Request
-from scheduler.simulation import INVENTED_TOKEN, Simulation
+from scheduler.simulation import INVENTED_TOKEN, Simulation, ends_of
 
 NUM_DECODES, BUDGET, STEPS_PER_ROUND = 256, 4096, 10
 SCALES = (1, 10, 100)
@@ -73,8 +73,9 @@ class SchedulerBench:
     def step(self) -> float:
         """Plan and commit one step; the seconds of both, without what stands for the model between them."""
         planned, plan = timed(self.scheduler.schedule)
-        tokens = {chunk.request_id: next(self._invented) for chunk in plan.chunks if chunk.samples}
-        return planned + timed(lambda: self.scheduler.commit(plan, StepResult(tokens)))[0]
+        tokens = {chunk.request_id: (next(self._invented),) for chunk in plan.chunks if chunk.samples}
+        result = StepResult(tokens, num_drafted=ends_of(plan))
+        return planned + timed(lambda: self.scheduler.commit(plan, result))[0]
 
     def drain(self) -> None:
         """Finish what there is."""

@@ -31,7 +31,7 @@ def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
     """How the draft layer speculates. It changes the speed, and no greedy token."""
     add = parser.add_argument_group("speculation").add_argument
     add("--draft-tokens", type=int, metavar="N",
-        help=f"drafts per step, 0 to {MAX_DRAFT_TOKENS} (default: {DEFAULT_DRAFT_TOKENS} if the model has an MTP layer)")  # fmt: skip
+        help=f"a step, 0 to {MAX_DRAFT_TOKENS} (default: {DEFAULT_DRAFT_TOKENS}, 0 without an MTP layer)")  # fmt: skip
     add("--no-index-share", dest="index_share", action="store_false",
         help="every draft pass selects its own keys (default: that of the first)")  # fmt: skip
 

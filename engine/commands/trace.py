@@ -158,7 +158,7 @@ def _step(number: int, plan: StepPlan) -> dict[str, Any]:
 
 def _exports(chunk: ScheduledChunk) -> list[int]:
     """Positions inside the chunk; the state at its end needs no export."""
-    return [position for position, _ in chunk.exports if position < chunk.end]
+    return [export.position for export in chunk.exports if export.position < chunk.end]
 
 
 def table(document: dict[str, Any], waits: Sequence[Mapping[int, str]]) -> str:

@@ -139,7 +139,8 @@ class Oracle:
     def execute(self, plan: StepPlan) -> StepResult:
         prompts = {chunk.request_id: self.prompts[chunk.request_id] for chunk in plan.chunks if chunk.samples}
         ends = {chunk.request_id: chunk.end for chunk in plan.chunks}
-        return StepResult({i: self.answer(prompt)[ends[i] - len(prompt)] for i, prompt in prompts.items()})
+        tokens = {i: (self.answer(prompt)[ends[i] - len(prompt)],) for i, prompt in prompts.items()}
+        return StepResult(tokens, num_drafted=ends)
 
 
 def policy_of(name: str, filing: str, drafter: str | None = None) -> Policy:

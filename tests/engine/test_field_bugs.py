@@ -96,7 +96,9 @@ def test_12_padding_rows_write_real_states() -> None:
     while llm.has_work:
         before = [tensor.clone() for tensor in tensors(llm)]
         plan = llm.scheduler.schedule()
-        slots = {slot for c in plan.chunks for slot in (c.recurrent_slot, *(export.slot for export in c.exports))}
+        slots = {
+            slot for c in plan.chunks for slot in (c.recurrent_slot, *(export.slot for export in c.exports))
+        }
         owned = {r.request_id: r.tables[0] for r in llm.scheduler.running}
         pages = {owned[c.request_id][p // 16] for c in plan.chunks for p in range(c.write_from, c.end)}
         llm.scheduler.commit(plan, llm.runner.execute(plan))

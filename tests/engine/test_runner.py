@@ -23,7 +23,7 @@ def chunk(request_id: int, tokens: list[int], start: int = 0, *, samples: bool =
     return ScheduledChunk(
         request_id=request_id, token_ids=tuple(tokens), start=start, write_from=0, admitted=start == 0,
         new_blocks=((request_id,) if start == 0 else (),), recurrent_slot=request_id, restore_from=None,
-        exports=(), publishes=(), rolling=None, samples=samples, decodes=False, reason="",
+        exports=(), publishes=(), rolling=None, samples=samples, decodes=False, reason="", limit=64,
     )  # fmt: skip
 
 
@@ -33,9 +33,9 @@ def test_only_sampling_chunks_get_tokens_each_from_its_last_row(llm: LLM) -> Non
     chunks = (chunk(2, PROMPT), chunk(0, PROMPT[:4], samples=False), chunk(1, PROMPT[:5]))
     result = llm.runner.execute(StepPlan(chunks))
     logits = driver.logits(llm.model, PROMPT)
-    assert result.tokens == {2: int(logits[6].argmax()), 1: int(logits[4].argmax())}
+    assert result.tokens == {2: (int(logits[6].argmax()),), 1: (int(logits[4].argmax()),)}
     result = llm.runner.execute(StepPlan((chunk(0, PROMPT[4:], start=4),), released=(1, 2)))
-    assert result.tokens == {0: int(logits[6].argmax())}
+    assert result.tokens == {0: (int(logits[6].argmax()),)}
 
 
 @pytest.mark.parametrize("rows", [1, 3, 256])

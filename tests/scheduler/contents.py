@@ -1,17 +1,19 @@
 """A model of what every page and slot holds, so that any stale, mislabelled or overwritten content fails a test.
 
 The state after m tokens is a hash chain over them, a target row is the state after its token, and a draft row the
-state that its token completes. What is free, was just taken, or was never written holds NONE.
+state that its token completes. What is free, was just taken, or was never written holds NONE; rows of rejected drafts
+and what drafting writes provisionally hold WRONG, and so does a state that a rejected draft kept from being reached.
 """
 
 from collections.abc import Iterable, Sequence
 
 from scheduler.block_manager import BlockManager
-from scheduler.plan import ScheduledChunk
+from scheduler.plan import Checkpoint, ScheduledChunk
 from scheduler.pool import Pool
-from scheduler.request import Checkpoint, Request
+from scheduler.request import Request
 
 NONE = None  # what no forward has written
+WRONG = -1  # what no key may ever promise
 
 
 def prefix_states(tokens: Sequence[int], salt: bytes = b"", states: list[int] | None = None) -> list[int]:
@@ -27,6 +29,7 @@ class Contents:
 
     def __init__(self, blocks: BlockManager, *, content: bool) -> None:
         self.blocks, self.policy, self.content = blocks, blocks.policy, content
+        self.scratch = 0  # slots beyond a sampling chunk's end that drafting writes
         size = self.policy.block_size if content else 0
         self.pages: list[list[list[int | None]]] = [
             [[NONE] * size for _ in range(p.size)] for p in blocks.groups
@@ -59,31 +62,60 @@ class Contents:
         if place.companion is not None:
             self.companions[place.companion] = state
 
-    def forward(self, request: Request, chunk: ScheduledChunk) -> None:
+    def forward(
+        self, request: Request, chunk: ScheduledChunk, num_accepted_drafts: int = 0, lags: bool = False
+    ) -> int:
+        """Run the target, then the draft layer over its new rows, unless it `lags`; the draft rows that it has now."""
         states, table = self.states[chunk.request_id], self.tables[chunk.request_id]
-        running = running_place(request)
-        assert running.slot == chunk.recurrent_slot
+        running = self.restore(request, chunk)
+        self.read(request, chunk.start, chunk.draft_start)
+        verified = chunk.end - chunk.num_drafts + num_accepted_drafts
+        for p in range(max(chunk.start, chunk.write_from), chunk.end):
+            self.write(0, table[0], p, states[p + 1] if p < verified else WRONG)
+        drafted = chunk.draft_start if lags else self.num_drafted(chunk, verified, len(states) - 1)
+        if self.policy.drafting:
+            for p in range(max(chunk.draft_start, chunk.write_from), drafted):
+                self.write(1, table[1], p, self.draft_row(states, p))
+            for p in range(max(drafted, chunk.write_from), self.scratch_end(chunk)):
+                self.write(1, table[1], p, WRONG)
+        for export in chunk.exports:
+            assert export in request.reserved and chunk.start < export.position <= chunk.end
+            private(self.blocks.slots, export.slot)
+            self.fill(export, states[export.position] if export.position <= verified else WRONG)
+            if export.companion is not None and drafted < export.position:
+                self.companions[export.companion] = WRONG  # it holds draft rows
+            self.positions[export.slot] = export.position
+        private(self.blocks.slots, running.slot)
+        self.fill(running, states[verified])
+        if running.companion is not None and drafted < verified:
+            self.companions[running.companion] = WRONG
+        self.positions[running.slot] = verified
+        return drafted
+
+    def restore(self, request: Request, chunk: ScheduledChunk) -> Checkpoint:
+        """The running place, which holds the state at the chunk's start."""
+        states, running = self.states[chunk.request_id], running_place(request)
+        assert (running.slot, running.companion) == (chunk.recurrent_slot, chunk.companion_slot)
         if chunk.admitted:
             source = request.restored
-            assert (source.slot if source else None) == chunk.restore_from
+            assert source == chunk.restore_from
             self.fill(running, states[0] if source is None else self.slots[source.slot])
             if source is not None and source.companion is not None:
                 assert self.companions[source.companion] == states[chunk.start], "stale companion"
         assert self.slots[running.slot] == states[chunk.start], f"{chunk}: the state is not its own"
-        self.read(request, chunk.start)
-        for p in range(max(chunk.start, chunk.write_from), chunk.end):
-            self.write(0, table[0], p, states[p + 1])
-            if self.policy.drafting and p + self.shift() < len(states):
-                self.write(1, table[1], p, self.draft_row(states, p))
-        for position, slot in chunk.exports:
-            place = next(c for c in request.reserved if c.position == position)
-            assert place.slot == slot and chunk.start < position <= chunk.end
-            private(self.blocks.slots, slot)
-            self.fill(place, states[position])
-            self.positions[slot] = position
-        private(self.blocks.slots, running.slot)
-        self.fill(running, states[chunk.end])
-        self.positions[running.slot] = chunk.end
+        if running.companion is not None:
+            assert self.companions[running.companion] == states[chunk.start], "the companion is not its own"
+        return running
+
+    def num_drafted(self, chunk: ScheduledChunk, verified: int, known: int) -> int:
+        """Draft rows after the step, the one of a sampled token included."""
+        if self.shift() == 2:
+            return min(verified, known - 1)
+        return min(verified + 1, self.scratch_end(chunk)) if chunk.samples else verified
+
+    def scratch_end(self, chunk: ScheduledChunk) -> int:
+        """How far drafting may write provisional rows."""
+        return min(chunk.end + self.scratch, chunk.limit) if chunk.samples else 0
 
     def shift(self) -> int:
         """Tokens that a draft row's slot must be followed by, plus one, for the row to be made."""
@@ -98,20 +130,20 @@ class Contents:
         private(self.blocks.groups[group], page)
         self.pages[group][page][p % self.policy.block_size] = row
 
-    def read(self, request: Request, end: int) -> None:
+    def read(self, request: Request, end: int, draft_end: int) -> None:
         """Every cached row below `end` is the request's own; a draft row may be wrong under `drop` and `off` only."""
         states, tables = self.states[request.request_id], self.tables[request.request_id]
         rows = [row for page in tables[0] for row in self.pages[0][page]][:end]
         assert rows == states[1 : end + 1], f"request {request.request_id} reads stale target rows"
-        if not (self.policy.drafting and end):
+        if not (self.policy.drafting and draft_end):
             return
-        found = [row for page in tables[1] for row in self.pages[1][page]][:end]
-        own = [self.draft_row(states, 0), *states[1 + self.shift() : end + self.shift()]][:end]
+        found = [row for page in tables[1] for row in self.pages[1][page]][:draft_end]
+        own = [self.draft_row(states, 0), *states[1 + self.shift() : draft_end + self.shift()]][:draft_end]
         if found != own:
             assert self.policy.filing in ("drop", "off"), (
                 f"request {request.request_id} reads stale draft rows"
             )
-            self.wrong_draft_rows += [(request.request_id, p) for p in range(end) if found[p] != own[p]]
+            self.wrong_draft_rows += [(request.request_id, p) for p in range(draft_end) if found[p] != own[p]]
 
     # After every operation.
 
@@ -148,7 +180,8 @@ class Contents:
             if group == 0:
                 assert rows == self.labels[key], "a target page under a wrong key"
             elif self.policy.filing == "token":
-                assert rows[1:] == self.labels[key][1:], "a draft page under a wrong key"
+                first = [NONE] if self.label_positions[key] == len(rows) else self.labels[key][:1]
+                assert rows == first + self.labels[key][1:], "a draft page under a wrong key"
             elif self.policy.filing in ("key", "tag"):
                 assert rows[:-1] == self.labels[key][1:], "a draft page under a wrong key"
         for page in set(pool._free) - self.wiped[group]:

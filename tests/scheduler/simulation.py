@@ -1,6 +1,9 @@
-"""A scheduler under a model that samples from its state, so that whatever goes wrong changes the output."""
+"""A scheduler under a model that samples from its state, so that whatever goes wrong changes the output.
 
-from collections.abc import Sequence
+Its drafter knows what the model will sample, and proposes as many right drafts before a wrong one as a test asks for.
+"""
+
+from collections.abc import Callable, Sequence
 
 from scheduler.block_manager import BlockManager
 from scheduler.checkpoint_policy import MANY, Capability, make_policy
@@ -29,6 +32,8 @@ def engine(
     retain: Sequence[str] | None = None,
     exports: int = MANY,
     free_chunk_ends: bool = True,
+    drafts: int = 0,
+    scratch: int = 0,
 ) -> Scheduler:
     """A scheduler over fresh pools, whose kinds of places are handed out in opposite orders, so that ids differ."""
     capability = Capability(exports, 16, free_chunk_ends)
@@ -45,6 +50,8 @@ def engine(
         context_limit=context,
         max_running_requests=running,
         mixed_prefill_tokens=mixed,
+        draft_tokens=drafts,
+        scratch_tokens=scratch,
     )
 
 
@@ -68,7 +75,10 @@ class Simulation(Contents):
     def __init__(self, scheduler: Scheduler, *, content: bool = True) -> None:
         super().__init__(scheduler.blocks, content=content)
         self.scheduler = scheduler
+        self.scratch = scheduler.scratch_tokens
         self.errors: dict[int, str] = {}  # requests whose next forward fails
+        self.num_right: Callable[[Request], int] = lambda _: scheduler.draft_tokens
+        self.lagging = False  # the draft layer does not run in a request's last step
 
     # What a test does.
 
@@ -121,8 +131,14 @@ class Simulation(Contents):
         """Check a chunk against its request's own account, and extend the runner's tables."""
         request = self.requests[chunk.request_id]
         assert request.status == "running" and chunk.start == request.num_computed_tokens < chunk.end
-        assert chunk.token_ids == request.tokens(chunk.start, chunk.end)
-        assert chunk.samples == (chunk.end == request.num_known_tokens and request.max_tokens > 0)
+        known, num_known = request.tokens(chunk.start, chunk.end), request.num_known_tokens
+        assert chunk.token_ids == (*known, *request.drafts[: chunk.num_drafts])
+        assert chunk.samples == (chunk.end >= num_known and request.max_tokens > 0)
+        assert chunk.num_drafts == max(chunk.end - num_known, 0) and chunk.end <= chunk.limit
+        assert chunk.num_drafts == 0 or chunk.end < chunk.limit
+        needs_next = self.policy.drafting and self.shift() == 2 and chunk.end < num_known
+        assert chunk.next_token == (request.token(chunk.end) if needs_next else None)
+        assert chunk.draft_start == request.num_drafted_tokens
         if chunk.admitted:
             self.tables[chunk.request_id] = [[] for _ in self.blocks.groups]
         for table, added, own in zip(
@@ -130,10 +146,13 @@ class Simulation(Contents):
         ):
             table.extend(added)
             assert table == own
-            assert len(table) * self.policy.block_size >= max(chunk.end, chunk.write_from)
-        inside = [position for position, _ in chunk.exports if position < chunk.end]
-        assert len(inside) <= self.policy.capability.exports
-        assert all((position - chunk.start) % self.policy.capability.export_grid == 0 for position in inside)
+            assert len(table) * self.policy.block_size >= max(
+                chunk.end, chunk.write_from, self.scratch_end(chunk)
+            )
+        inside = [position for position, *_ in chunk.exports if position < chunk.end]
+        assert len(inside) <= (self.policy.capability.exports if not chunk.decodes else 1)
+        grid = self.policy.capability.export_grid
+        assert chunk.decodes or all((position - chunk.start) % grid == 0 for position in inside)
         if chunk.admitted:
             assert chunk.start % self.policy.block_size == 0 and chunk.start <= chunk.write_from
             assert chunk.write_from <= self.policy.floor(
@@ -143,21 +162,50 @@ class Simulation(Contents):
             self.taken(request, chunk)
 
     def commit(self, plan: StepPlan) -> list[Advance]:
-        """Run the forward for what is still there, sample, commit, check."""
-        tokens = {}
+        """Run the forward for what is still there, sample, propose, commit, check."""
+        tokens: dict[int, tuple[int, ...]] = {}
+        drafts: dict[int, tuple[int, ...]] = {}
+        drafted: dict[int, int] = {}
         for chunk in plan.chunks:
-            request, states = self.requests[chunk.request_id], self.states[chunk.request_id]
+            request, new = self.requests[chunk.request_id], ()
             if request not in self.scheduler.running:
                 continue
             if chunk.samples and chunk.request_id not in self.errors:
-                tokens[chunk.request_id] = sampled(states[chunk.end])
-                states.append(hash((states[-1], tokens[chunk.request_id])))
+                tokens[chunk.request_id] = new = self.verify(chunk)
+                drafts[chunk.request_id] = self.propose(request)
+            lags = self.lagging and ends(request, new)
+            drafted[chunk.request_id] = chunk.end
             if self.content:
-                self.forward(request, chunk)
+                drafted[chunk.request_id] = self.forward(request, chunk, max(len(new) - 1, 0), lags)
         errors, self.errors = self.errors, {}
-        advances = self.scheduler.commit(plan, StepResult(tokens, errors))
+        result = StepResult(tokens, errors, drafts=drafts, num_drafted=drafted)
+        advances = self.scheduler.commit(plan, result)
         self.account(self.scheduler.running)
         return advances
+
+    def verify(self, chunk: ScheduledChunk) -> tuple[int, ...]:
+        """The drafts that the model samples itself, and the token after them."""
+        states, tokens = self.states[chunk.request_id], []
+        for draft in (*chunk.token_ids[len(chunk.token_ids) - chunk.num_drafts :], None):
+            tokens.append(sampled(states[-1]))
+            states.append(hash((states[-1], tokens[-1])))
+            if tokens[-1] != draft:
+                break
+        return tuple(tokens)
+
+    def propose(self, request: Request) -> tuple[int, ...]:
+        """As many right drafts as asked for, then wrong ones."""
+        state, drafts, right = self.states[request.request_id][-1], [], self.num_right(request)
+        for rank in range(self.scheduler.draft_tokens):
+            token = sampled(state)
+            drafts.append(token if rank < right else token + 1)
+            state = hash((state, token))
+        return tuple(drafts)
+
+
+def ends(request: Request, new: Sequence[int]) -> bool:
+    """Whether these tokens are the request's last."""
+    return bool({*new} & request.stop_ids) or len(request.output) + len(new) >= request.max_tokens
 
 
 def sizes(plan: StepPlan) -> dict[int, int]:

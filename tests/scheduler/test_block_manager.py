@@ -45,7 +45,7 @@ def run(
     assert blocks.grow(request, end) is not None
     for position in sorted({*publishes, *([rolling] if rolling else [])}):
         assert blocks.reserve_checkpoint(request, position)
-    request.num_computed_tokens = end
+    request.num_computed_tokens = request.num_drafted_tokens = end
     blocks.commit(request, publishes, rolling)
     return request
 
@@ -118,7 +118,11 @@ class TestAdmission:
         second = Request(1, PROMPT, 8)
         assert blocks.admit(second, blocks.lookup(second))
         assert second.tables == [table[:4] for table in first.tables]
-        assert (second.num_computed_tokens, second.write_from, second.num_published_blocks) == (48, 64, 4)
+        assert (second.num_computed_tokens, second.write_from, second.num_published_blocks) == (
+            48,
+            64,
+            [4, 4],
+        )
         assert second.junctions == (64,)
         assert second.restored is not None and second.restored.position == 48
         assert second.restored.slot == blocks.slots.find(second.keys.at(48))  # type: ignore[union-attr]
@@ -174,7 +178,7 @@ class TestPublication:
         request = Request(0, PROMPT, 8)
         assert blocks.admit(request, Reuse(0, 0)) and blocks.grow(request, 70) is not None
         assert blocks.reserve_checkpoint(request, 32) and blocks.reserve_checkpoint(request, 64)
-        request.num_computed_tokens = 70
+        request.num_computed_tokens = request.num_drafted_tokens = 70
         blocks.commit(request, (64,), None)
         assert request.reserved == [] and blocks.slots.num_available == 7
         assert lookup(blocks, 64) == Reuse(0, 48)
@@ -187,7 +191,7 @@ class TestPublication:
         run_all = [blocks.grow(request, 70) for request in requests]
         for request in requests:
             assert blocks.reserve_checkpoint(request, 64)
-            request.num_computed_tokens = 70
+            request.num_computed_tokens = request.num_drafted_tokens = 70
             blocks.commit(request, (64,), None)
         assert [request.tables for request in requests] == run_all
         assert [pool.num_duplicate_publications for pool in blocks.groups] == [4, 4]
@@ -229,7 +233,7 @@ class TestPublication:
 
     def test_a_page_waits_for_the_token_that_its_key_or_tag_needs(self) -> None:
         for filing, expected in (("token", 4), ("drop", 4), ("off", 4), ("key", 3), ("tag", 3)):
-            assert ran(manager(filing=filing), 64, length=64).num_published_blocks == expected
+            assert ran(manager(filing=filing), 64, length=64).num_published_blocks == [expected] * 2
 
 
 class TestLeaving:
@@ -242,7 +246,7 @@ class TestLeaving:
             blocks.leave(request)
             blocks.check([other])
         assert lookup(blocks) == Reuse(32, 32)
-        assert (request.num_computed_tokens, request.num_published_blocks, request.write_from) == (0, 0, 0)
+        assert (request.num_computed_tokens, request.num_published_blocks, request.write_from) == (0, [], 0)
         assert (request.tables, request.recurrent_slot, request.companion_slot) == ([], None, None)
 
     def test_long_prefixes_lose_their_tail_first(self) -> None:

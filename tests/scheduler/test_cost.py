@@ -12,6 +12,7 @@ import pytest
 from scheduler.plan import StepPlan, StepResult
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
+from scheduler.simulation import ends_of
 from tests.scheduler.simulation import engine
 
 MILLION = 1_000_000
@@ -28,7 +29,8 @@ def least_ms(action: Callable[[], object], tries: int) -> float:
 
 def step(scheduler: Scheduler) -> StepPlan:
     plan = scheduler.schedule()
-    scheduler.commit(plan, StepResult({chunk.request_id: 7 for chunk in plan.chunks if chunk.samples}))
+    tokens = {chunk.request_id: (7,) for chunk in plan.chunks if chunk.samples}
+    scheduler.commit(plan, StepResult(tokens, num_drafted=ends_of(plan)))
     return plan
 
 

@@ -76,7 +76,7 @@ class TestOrder:
         run = loop(budget=64)
         run.add(prompt(40), 1)
         (chunk,) = run.step().chunks
-        assert (chunk.reason, [m for m, _ in chunk.exports], chunk.publishes) == ("tail joined", [32], (32,))
+        assert (chunk.reason, [m for m, *_ in chunk.exports], chunk.publishes) == ("tail joined", [32], (32,))
 
 
 class TestPreemption:
@@ -226,9 +226,9 @@ def test_debug_checks_the_accounts_after_every_commit(debug: bool) -> None:
     scheduler.blocks.slots.allocate()  # lost
     if debug:
         with pytest.raises(AssertionError):
-            scheduler.commit(plan, StepResult({0: 1}))
+            scheduler.commit(plan, StepResult({0: (1,)}))
     else:
-        scheduler.commit(plan, StepResult({0: 1}))
+        scheduler.commit(plan, StepResult({0: (1,)}))
 
 
 def test_a_commit_passes_over_what_left_since() -> None:
@@ -236,7 +236,7 @@ def test_a_commit_passes_over_what_left_since() -> None:
     request = run.add(prompt(4), 3)
     plan = run.schedule()
     run.preempt(request)
-    assert run.scheduler.commit(plan, StepResult({0: 1})) == [] and request.output == []
+    assert run.scheduler.commit(plan, StepResult({0: (1,)})) == [] and request.output == []
     run.drain()
     assert isinstance(request, Request) and request.output == reference(prompt(4), 3)
 

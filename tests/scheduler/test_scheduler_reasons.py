@@ -3,8 +3,8 @@
 from scheduler.block_manager import BlockManager
 from scheduler.checkpoint_policy import Capability, make_policy
 from scheduler.plan import StepResult
-from scheduler.request import Request
-from scheduler.scheduler import Advance, Scheduler
+from scheduler.request import Advance, Request
+from scheduler.scheduler import Scheduler
 from tests.scheduler.simulation import Simulation, assert_right, engine, prompt, sizes
 
 
@@ -101,10 +101,10 @@ def test_a_commit_says_whose_token_it_is_and_how_it_ended() -> None:
     )
     for request in (going, last, stopped, broken, long):
         scheduler.add(request)
-    result = StepResult({0: 7, 1: 8, 2: 9}, errors={3: "no finite logit"})
+    result = StepResult({0: (7,), 1: (8,), 2: (9,)}, errors={3: "no finite logit"})
     assert scheduler.commit(scheduler.schedule(), result) == [
-        Advance(going, 7),
-        Advance(last, 8, "length"),
+        Advance(going, (7,)),
+        Advance(last, (8,), "length"),
         Advance(stopped, finish_reason="stop"),
         Advance(broken, finish_reason="error", message="no finite logit"),
         Advance(long),

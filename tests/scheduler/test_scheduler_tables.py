@@ -7,6 +7,7 @@ import pytest
 
 from scheduler.plan import StepPlan, StepResult
 from scheduler.request import Request
+from scheduler.simulation import ends_of
 from tests.scheduler.simulation import PRESETS, Simulation, engine, prompt, published
 
 PUBLIC = ("generic", "seed", "vllm-0.33", "ours")
@@ -26,7 +27,7 @@ def by_step(plans: list[StepPlan]) -> list[list[int]]:
 
 def exports(plans: list[StepPlan]) -> list[int]:
     """Positions handed out inside of chunks."""
-    return [m for plan in plans for chunk in plan.chunks for m, _ in chunk.exports if m < chunk.end]
+    return [m for plan in plans for chunk in plan.chunks for m, *_ in chunk.exports if m < chunk.end]
 
 
 @pytest.mark.parametrize(
@@ -127,7 +128,8 @@ def test_an_answer_of_65536_tokens(preset: str, checkpoints: int, next_turn: int
         plan = scheduler.schedule()
         held = sum(count > 0 for count in slots._references.values()) if plan.chunks[0].exports else 0
         most_held = max(most_held, held) if request.output else 0
-        scheduler.commit(plan, StepResult({c.request_id: 7 for c in plan.chunks if c.samples}))
+        tokens = {c.request_id: (7,) for c in plan.chunks if c.samples}
+        scheduler.commit(plan, StepResult(tokens, num_drafted=ends_of(plan)))
     assert most_held <= 3
     assert len(slots._key_of) == checkpoints
     turn = Request(1, [*request.prompt, *request.output, *prompt(512, 9)], 1)

@@ -26,9 +26,9 @@ class Weight(ABC):
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
-    @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Logical shape, [out, in] or [experts, out, in]."""
+        """Logical shape, [out, in] or [experts, out, in]: that of the first part, unless it is packed."""
+        return tuple(self.parts()[0].shape)
 
     @abstractmethod
     def expand(self, dtype: torch.dtype) -> Tensor:
@@ -61,10 +61,6 @@ class PlainWeight(Weight):
 
     tensor: Tensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
     def expand(self, dtype: torch.dtype) -> Tensor:
         return self.tensor if self.tensor.dtype == dtype else self.tensor.to(dtype)
 
@@ -75,10 +71,6 @@ class Fp8BlockWeight(Weight):
 
     codes: Tensor
     scale: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.codes.shape)
 
     def expand(self, dtype: torch.dtype) -> Tensor:
         rows = self.scale.repeat_interleave(FP8_BLOCK, -2)[..., : self.shape[-2], :]
@@ -92,10 +84,6 @@ class Mxfp8Weight(Weight):
 
     codes: Tensor
     exponents: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.codes.shape)
 
     def expand(self, dtype: torch.dtype) -> Tensor:
         groups = self.codes.float().view(*self.exponents.shape, MXFP8_GROUP)

@@ -90,18 +90,15 @@ def random_reader(parameters: Mapping[str, StoredParameter], seed: int) -> Reade
 
 def _scaled(owner: StoredParameter, part: int, normal: Tensor) -> Tensor:
     """Standard normal values moved to where part number `part` of the parameter lives."""
-    if owner.spec.kind == "float32":
-        endings = (values for ending, values in FLOAT32_VALUES.items() if owner.spec.name.endswith(ending))
-        mean, std = next(endings, (0.0, owner.spec.shape[-1] ** -0.5))
+    spec, format = owner.spec, owner.format
+    std = 1.0 if spec.role == "embedding" else spec.shape[-1] ** -0.5
+    if spec.kind == "float32":
+        endings = (values for ending, values in FLOAT32_VALUES.items() if spec.name.endswith(ending))
+        mean, std = next(endings, (0.0, std))
         return mean + std * normal
-    std = 1.0 if owner.spec.role == "embedding" else owner.spec.shape[-1] ** -0.5
-    if owner.format == "plain":
-        return std * normal
     if part == 0:
-        return normal
-    if owner.format == "mxfp8":
+        return std * normal if format == "plain" else normal
+    if format == "mxfp8":
         return torch.full_like(normal, std)
-    spread = (0.2 * normal).exp()
-    if owner.format == "nvfp4":
-        return spread if part == 1 else spread * std / E2M1_RMS
-    return spread * std
+    size = {("nvfp4", 1): 1.0, ("nvfp4", 2): std / E2M1_RMS}.get((format, part), std)
+    return size * (0.2 * normal).exp()

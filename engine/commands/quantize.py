@@ -122,21 +122,13 @@ def write_configs(directory: Path, raw_config: dict[str, Any]) -> None:
     ignore += ["*.mlp.gate", "*.eh_proj", "*.shared_head*"]
     ignore += [f"*.layers.{i}.mlp.{part}_proj" for i in dense for part in ("gate", "up", "down")]
     weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK}
-    declared = {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "producer": PRODUCER,
-        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
-        "ignore": ignore,
-    }
-    quantization = {
-        "quant_algo": "NVFP4",
-        "group_size": nvfp4.BLOCK,
-        "kv_cache_quant_algo": None,
-        "exclude_modules": ignore,
-    }
-    _write_json(directory / "config.json", raw_config | {"quantization_config": declared})
-    _write_json(directory / "hf_quant_config.json", {"producer": PRODUCER, "quantization": quantization})
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    method = {"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": PRODUCER}
+    declared = {"quantization_config": method | {"config_groups": groups, "ignore": ignore}}
+    _write_json(directory / "config.json", raw_config | declared)
+    sizes = {"quant_algo": "NVFP4", "group_size": nvfp4.BLOCK, "kv_cache_quant_algo": None}
+    quantization = {"producer": PRODUCER, "quantization": sizes | {"exclude_modules": ignore}}
+    _write_json(directory / "hf_quant_config.json", quantization)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

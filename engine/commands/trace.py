@@ -71,11 +71,10 @@ def prompts_from(args: argparse.Namespace) -> list[Sequence[int]]:
     if bool(args.lengths) == bool(args.prompts):
         raise ValueError("give prompts as text or as --lengths, one of the two")
     prompts = lengths_as_prompts(args) if args.lengths else encoded(args)
-    if args.cached and args.cached >= min(map(len, prompts)):
-        raise ValueError(
-            f"--cached is {args.cached}, the shortest prompt has {min(map(len, prompts))} tokens; at least the last"
-            " token of a prompt has to be computed"
-        )
+    shortest = min(map(len, prompts))
+    if args.cached and args.cached >= shortest:
+        found = f"--cached is {args.cached}, the shortest prompt has {shortest} tokens"
+        raise ValueError(f"{found}; at least the last token of a prompt has to be computed")
     return prompts
 
 
@@ -116,13 +115,9 @@ def as_document(
     policy: Policy, budget: int, traces: Sequence[RequestTrace], plans: Sequence[StepPlan]
 ) -> dict[str, Any]:
     """The JSON document: requests in order, then every step."""
-    return {
-        "policy": policy.name,
-        "block": policy.block_size,
-        "budget": budget,
-        "requests": [_request(trace) for trace in traces],
-        "steps": [_step(number, plan) for number, plan in enumerate(plans, start=1)],
-    }
+    settings = {"policy": policy.name, "block": policy.block_size, "budget": budget}
+    steps = [_step(number, plan) for number, plan in enumerate(plans, start=1)]
+    return settings | {"requests": [_request(trace) for trace in traces], "steps": steps}
 
 
 def _request(trace: RequestTrace) -> dict[str, Any]:
@@ -140,25 +135,20 @@ def _request(trace: RequestTrace) -> dict[str, Any]:
 
 
 def _step(number: int, plan: StepPlan) -> dict[str, Any]:
-    chunks = [
-        {
-            "request": chunk.request_id,
-            "start": chunk.start,
-            "end": chunk.end,
-            "write_from": chunk.write_from,
-            "exports": _exports(chunk),
-            "publishes": list(chunk.publishes),
-            "reason": chunk.reason,
-        }
-        for chunk in plan.chunks
-    ]
+    chunks = [_chunk(chunk) for chunk in plan.chunks]
     decodes = sum(chunk.decodes for chunk in plan.chunks)
     return {"step": number, "chunks": chunks, "decodes": decodes, "unused": plan.unused_tokens}
 
 
+def _chunk(chunk: ScheduledChunk) -> dict[str, Any]:
+    span = {"start": chunk.start, "end": chunk.end, "write_from": chunk.write_from}
+    marks = {"exports": _exports(chunk), "publishes": list(chunk.publishes)}
+    return {"request": chunk.request_id, **span, **marks, "reason": chunk.reason}
+
+
 def _exports(chunk: ScheduledChunk) -> list[int]:
     """Positions inside the chunk; the state at its end needs no export."""
-    return [position for position, _ in chunk.exports if position < chunk.end]
+    return [position for position, *_ in chunk.exports if position < chunk.end]
 
 
 def table(document: dict[str, Any], waits: Sequence[Mapping[int, str]]) -> str:
@@ -168,11 +158,10 @@ def table(document: dict[str, Any], waits: Sequence[Mapping[int, str]]) -> str:
     lines.append(f"{columns}  exports; publishes; why it ends there")
     for step, waiting in zip(document["steps"], waits, strict=True):
         lines += [f"{step['step']:>5} {_chunk_line(chunk)}" for chunk in step["chunks"]]
+        unused = f"({step['unused']:,} tokens of the step unused)"
         for reason in dict.fromkeys(waiting.values()):
             who = ", ".join(str(request) for request, why in waiting.items() if why == reason)
-            lines.append(
-                f"{step['step']:>5} {who:>7} {reason} ({step['unused']:,} tokens of the step unused)"
-            )
+            lines.append(f"{step['step']:>5} {who:>7} {reason} {unused}")
     requests = [_request_line(number, request) for number, request in enumerate(document["requests"])]
     return "\n".join([*lines, "", *requests])
 

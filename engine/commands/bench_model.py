@@ -97,16 +97,14 @@ def run(args: argparse.Namespace) -> int:
         ours = OurEngine(args.model)
         load_s.append(time.perf_counter() - start)
     sides = {"ours bfloat16": ours} | ({} if args.no_peer else load_peers(args.model))
-    quantities: dict[str, tuple[int, Measure]] = {
-        f"prefill of {args.prefill}": (args.prefill, lambda side, ids: side.prefill(ids)),
-        f"decode of {args.decode} after {args.after}": (
-            args.after,
-            lambda side, ids: side.decode(ids, args.decode),
-        ),
-    }
     report: dict[str, Any] = {"model": str(args.model), "machine": machine(args.threads)}
     report |= {"rounds": args.repeat, "load_s": median(load_s)}
-    for title, (num_tokens, measure) in quantities.items():
+    decode = f"decode of {args.decode} after {args.after}"
+    quantities: tuple[tuple[str, int, Measure], ...] = (
+        (f"prefill of {args.prefill}", args.prefill, lambda side, ids: side.prefill(ids)),
+        (decode, args.after, lambda side, ids: side.decode(ids, args.decode)),
+    )
+    for title, num_tokens, measure in quantities:
         shape, dice = (args.repeat + 1, num_tokens), torch.Generator().manual_seed(num_tokens)
         prompts = torch.randint(ours.llm.config.vocab_size, shape, generator=dice).tolist()
         report[title] = compare(sides, prompts, measure)
@@ -165,12 +163,8 @@ def machine(threads: int) -> dict[str, str | int]:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     versions = {name: version(name) for name in ("torch", "transformers")}
-    return {
-        "cpu": (names or [platform.processor()])[0],
-        "threads": threads,
-        **versions,
-        "date": str(date.today()),
-    }
+    cpu = (names or [platform.processor()])[0]
+    return {"cpu": cpu, "threads": threads, **versions, "date": str(date.today())}
 
 
 def table(report: dict[str, Any]) -> str:

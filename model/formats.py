@@ -34,16 +34,6 @@ class Weight(ABC):
     def expand(self, dtype: torch.dtype) -> Tensor:
         """The values [.., out, in] in `dtype`, computed in float32."""
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, scales included."""
-        return sum(part.nbytes for part in self.parts())
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parts live."""
-        return self.parts()[0].device
-
     def grouped(self, size: int) -> Self:
         """A stack [n, out, in] seen as [n / size, size, out, in]."""
         return type(self)(*(part.unflatten(0, (-1, size)) for part in self.parts()))

@@ -20,15 +20,12 @@ from model.shards import DTYPES, INDEX, SINGLE, Reader, StoredTensor
 from model.weights import WeightTree
 
 E2M1_RMS = 2.926  # root mean square of the sixteen codes
-FLOAT32_VALUES: Mapping[str, tuple[float, float]] = {  # name ending -> mean, standard deviation
-    "norm.weight": (1.0, 0.1),
-    "_scale": (1.0, 0.2),
-    "_base": (0.0, 0.5),
-    "conv1d.weight": (0.0, 0.5),
-    "A_log": (0.5, 0.5),
-    "dt_bias": (0.0, 0.5),
-    "_ape": (0.0, 0.5),
-    "bias": (0.0, 0.1),
+FLOAT32_VALUES = {  # name endings, of which the first that fits counts: mean, standard deviation
+    ("norm.weight",): (1.0, 0.1),
+    ("_scale",): (1.0, 0.2),
+    ("A_log",): (0.5, 0.5),
+    ("_base", "conv1d.weight", "dt_bias", "_ape"): (0.0, 0.5),
+    ("bias",): (0.0, 0.1),
 }
 
 
@@ -93,8 +90,8 @@ def _scaled(owner: StoredParameter, part: int, normal: Tensor) -> Tensor:
     spec, format = owner.spec, owner.format
     std = 1.0 if spec.role == "embedding" else spec.shape[-1] ** -0.5
     if spec.kind == "float32":
-        endings = (values for ending, values in FLOAT32_VALUES.items() if spec.name.endswith(ending))
-        mean, std = next(endings, (0.0, std))
+        known = (values for endings, values in FLOAT32_VALUES.items() if spec.name.endswith(endings))
+        mean, std = next(known, (0.0, std))
         return mean + std * normal
     if part == 0:
         return std * normal if format == "plain" else normal

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def quantize(source: Path, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES)
     building = target.with_name(f".{target.name}.{os.getpid()}")
     building.mkdir()
     try:
-        write_shards(building, quantised_tensors(checkpoint), max_shard_bytes)
+        write_shards(building, converted(checkpoint, QUANTISED_ROLES), max_shard_bytes)
         write_configs(building, read_json(source / "config.json"))
         for file in (file for pattern in COPIED for file in source.glob(pattern)):
             shutil.copyfile(file, building / file.name)
@@ -64,15 +64,15 @@ def quantize(source: Path, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES)
         raise
 
 
-def quantised_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the result under its file name, one parameter at a time."""
+def converted(checkpoint: Checkpoint, quantised_roles: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors under their file names, a parameter at a time: these roles in NVFP4, other quantised ones in BF16."""
     read = shard_reader()
     tree = WeightTree(checkpoint.parameters, read, torch.float32, torch.device("cpu"))
     for parameter in checkpoint.parameters.values():
         name, stem = parameter.parts[0].name.removesuffix("_packed"), parameter.spec.stem
-        if parameter.format == "plain" and parameter.spec.role not in QUANTISED_ROLES:
+        if parameter.format == "plain" and parameter.spec.role not in quantised_roles:
             yield name, read(parameter.parts[0])
-        elif parameter.spec.role not in QUANTISED_ROLES:
+        elif parameter.spec.role not in quantised_roles:
             yield name, tree.linear(stem).expand(torch.bfloat16)
         elif parameter.format == "nvfp4":
             raise WeightError(f"{name} is NVFP4 already; quantise the BF16 or FP8 checkpoint it came from")

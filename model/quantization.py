@@ -60,8 +60,6 @@ def parse_quantization(directory: Path, raw_config: Mapping[str, Any]) -> Declar
         declared = {"quant_method": "modelopt", "ignore": declared.get("exclude_modules", []), **declared}
     if declared is None:
         return Declaration((), "plain")
-    if not isinstance(declared, dict):
-        raise ConfigError(f"config.json: quantization_config is {declared!r}, expected an object")
     method, rules = declared.get("quant_method"), list[Rule]()
     default: Format | None = "plain"
     if method == "fp8":

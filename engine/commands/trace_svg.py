@@ -25,10 +25,9 @@ LEGEND = {  # where each stands in the legend, and what it means
     "resend_hit": (350, 48, "the same prompt again resumes here"),
     "extend_hit": (560, 48, "a longer prompt resumes here"),
 }
-HATCH = (
-    '<defs><pattern id="replay" width="6" height="6" patternUnits="userSpaceOnUse">'
-    '<path d="M0 6L6 0" stroke="#000" stroke-width="0.8"/></pattern></defs>'
-)
+DEFINITIONS = """<defs><pattern id="replay" width="6" height="6" patternUnits="userSpaceOnUse">
+<path d="M0 6L6 0" stroke="#000" stroke-width="0.8"/></pattern></defs>
+<rect width="100%" height="100%" fill="#fff"/>"""
 
 
 def draw(document: dict[str, Any]) -> str:
@@ -36,16 +35,11 @@ def draw(document: dict[str, Any]) -> str:
     requests, block = document["requests"], document["block"]
     longest = max(request["prompt"] for request in requests)
     bottom = TOP + LANE * len(requests)
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDTH + 20} {bottom + 30}"'
-        ' font-family="sans-serif" font-size="11">',
-        HATCH,
-        '<rect width="100%" height="100%" fill="#fff"/>',
-        f'<text x="{LEFT}" y="20" font-size="14">{escape(document["policy"])}: block {block},'
-        f" budget {document['budget']:,}</text>",
-        *_legend(),
-        *_grid(block, longest, bottom),
-    ]
+    view = f'viewBox="0 0 {LEFT + WIDTH + 20} {bottom + 30}" font-family="sans-serif" font-size="11"'
+    title = f"{escape(document['policy'])}: block {block}, budget {document['budget']:,}"
+    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" {view}>', DEFINITIONS]
+    parts.append(f'<text x="{LEFT}" y="20" font-size="14">{title}</text>')
+    parts += [*_legend(), *_grid(block, longest, bottom)]
     for lane, request in enumerate(requests):
         parts += _lane(request, TOP + LANE * lane, longest)
     for step in document["steps"]:

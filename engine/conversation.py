@@ -3,6 +3,8 @@
 Each prompt begins with the whole of the one before and its answer, which is what a prefix cache lives on.
 """
 
+from collections.abc import Mapping
+
 from engine.output import Result
 from engine.text import TextError, Tokenizer
 
@@ -21,7 +23,9 @@ class Conversation:
         if tokenizer is None:
             raise TextError("a conversation needs the model's tokenizer.json, and there is none")
         self._tokenizer, self.templated, self._effort = tokenizer, templated, reasoning_effort
-        self._messages = [{"role": "system", "content": system}] if system is not None else []
+        self._messages: list[Mapping[str, str | None]] = []
+        if system is not None:
+            self._messages.append({"role": "system", "content": system})
         self._text = self._asked = ""
 
     def ask(self, text: str) -> str:
@@ -34,10 +38,8 @@ class Conversation:
 
     def answered(self, result: Result) -> None:
         """Append the turn and its answer to the history."""
-        answer, reasoning = result.text or "", result.reasoning
+        answer = result.text or ""
         self._text += self._asked + answer
-        message = {"role": "assistant", "content": answer}
-        self._messages += [
-            {"role": "user", "content": self._asked},
-            message if reasoning is None else message | {"reasoning_content": reasoning},
-        ]
+        # Reasoning that is None will be no part of the message.
+        message = {"role": "assistant", "content": answer, "reasoning_content": result.reasoning}
+        self._messages += [{"role": "user", "content": self._asked}, message]

@@ -120,11 +120,9 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 def _apart(problems: Iterable[str], mtp_prefix: str) -> tuple[list[str], list[str]]:
     """Problems of the trunk, and of the MTP layer."""
-    trunk: list[str] = []
-    mtp: list[str] = []
-    for problem in problems:
-        (mtp if problem.startswith(mtp_prefix) else trunk).append(problem)
-    return trunk, mtp
+    listed = list(problems)
+    mtp = [problem for problem in listed if problem.startswith(mtp_prefix)]
+    return [problem for problem in listed if not problem.startswith(mtp_prefix)], mtp
 
 
 def _mixed_stacks(parameters: Mapping[str, StoredParameter]) -> Iterator[str]:
@@ -159,23 +157,17 @@ def _canonical(headers: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
 def _take(spec: ParameterSpec, found: dict[str, StoredTensor]) -> StoredParameter:
     """The parameter's tensors, removed from `found`. Raises WeightError unless they make one format."""
     stem = spec.stem
-    if stem == spec.name or spec.kind == "float32":
-        parts = {"weight": found.pop(spec.name)} if spec.name in found else {}
-    else:
-        parts = {s: found.pop(name) for s in SUFFIXES if (name := f"{stem}.{s}") in found}
+    bare = stem == spec.name or spec.kind == "float32"
+    names = {"weight": spec.name} if bare else {suffix: f"{stem}.{suffix}" for suffix in SUFFIXES}
+    parts = {suffix: found.pop(name) for suffix, name in names.items() if name in found}
     if not parts:
         raise WeightError(f"missing, expected shape {list(spec.shape)}")
-    fitting = [
-        (format, layout)
-        for format, layout in LAYOUTS
-        if parts.keys() == layout.keys() and all(part.dtype in layout[s] for s, part in parts.items())
-    ]
-    if not fitting:
-        described = ", ".join(f"{suffix} {part.describe()}" for suffix, part in parts.items())
-        raise WeightError(f"found {described}; these make no known format")
-    format, layout = fitting[0]
-    ordered = tuple(parts[suffix] for suffix in layout)
-    for suffix, part, shape in zip(layout, ordered, part_shapes(format, spec.shape), strict=True):
-        if part.shape != shape and not (shape == () and part.shape == (1,)):
-            raise WeightError(f"{suffix} has shape {list(part.shape)}, expected {list(shape)}")
-    return StoredParameter(spec, format, ordered, divides="weight_global_scale" in parts)
+    for format, layout in LAYOUTS:
+        if parts.keys() == layout.keys() and all(part.dtype in layout[s] for s, part in parts.items()):
+            ordered = tuple(parts[suffix] for suffix in layout)
+            for suffix, part, shape in zip(layout, ordered, part_shapes(format, spec.shape), strict=True):
+                if part.shape != shape and not (shape == () and part.shape == (1,)):
+                    raise WeightError(f"{suffix} has shape {list(part.shape)}, expected {list(shape)}")
+            return StoredParameter(spec, format, ordered, divides="weight_global_scale" in parts)
+    described = ", ".join(f"{suffix} {part.describe()}" for suffix, part in parts.items())
+    raise WeightError(f"found {described}; these make no known format")

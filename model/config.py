@@ -2,11 +2,12 @@
 
 Every value the engine depends on comes from the file. A value it does not implement is refused by name
 (`ConfigError`: found, expected, what to do); nothing is guessed. Re-exported configs may spell the layer
-types and the KDA sizes differently; `_linear_attention` and `LAYER_TYPES` are the only places that know.
+types and the KDA sizes differently; `LINEAR_FIELDS` and `LAYER_TYPES` are the only places that know.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -19,6 +20,13 @@ LAYER_TYPES: Mapping[str, LayerType] = {
     "deepseek_sparse_attention": "mla",
     "indexed_attention": "mla",
     "full_attention": "mla",
+}
+# Our field: its name in `linear_attn_config`, and in a config re-saved by transformers.
+LINEAR_FIELDS = {
+    "linear_num_heads": ("num_heads", "linear_num_heads"),
+    "linear_head_dim": ("head_dim", "linear_head_dim"),
+    "linear_conv_kernel_dim": ("short_conv_kernel_size", "linear_conv_kernel_dim"),
+    "linear_gate_lower_bound": ("gate_lower_bound", "linear_lower_bound"),
 }
 # Values with one implemented meaning. Absent is accepted: the released classes default to the same value.
 FIXED_FIELDS: Mapping[str, Any] = {
@@ -96,9 +104,8 @@ class Glm5NextConfig:
         """The same model cut to its first trunk layers; the MTP layer keeps its index, `num_hidden_layers`."""
         if num_layers > len(self.layer_types):
             raise ConfigError(f"{num_layers} layers asked for, the model has {len(self.layer_types)}")
-        return replace(
-            self, layer_types=self.layer_types[:num_layers], mlp_layer_types=self.mlp_layer_types[:num_layers]
-        )
+        kept = slice(num_layers)
+        return replace(self, layer_types=self.layer_types[kept], mlp_layer_types=self.mlp_layer_types[kept])
 
     @property
     def linear_width(self) -> int:
@@ -129,19 +136,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def parse_config(raw: Mapping[str, Any]) -> Glm5NextConfig:
-    """Turn a parsed config.json (top level or bare text_config) into a Glm5NextConfig."""
+@contextmanager
+def refusing_wrong_types(place: str) -> Iterator[None]:
+    """ConfigError in place of what Python raises where a value has a wrong JSON type."""
     try:
-        return _parsed(raw)
+        yield
     except ConfigError:
         raise
     except (TypeError, AttributeError, ValueError) as error:
-        raise ConfigError(
-            f"config.json holds a value of a wrong JSON type ({error}); download it again"
-        ) from None
+        message = f"{place} holds a value of a wrong JSON type ({error}); download it again"
+        raise ConfigError(message) from None
 
 
-def _parsed(raw: Mapping[str, Any]) -> Glm5NextConfig:
+@refusing_wrong_types("config.json")
+def parse_config(raw: Mapping[str, Any]) -> Glm5NextConfig:
+    """Turn a parsed config.json (top level or bare text_config) into a Glm5NextConfig."""
     if raw.get("model_type") not in ("glm5_next", "glm5_next_text"):
         raise ConfigError(f"config.json: model_type is {raw.get('model_type')!r}, expected 'glm5_next'")
     text = raw.get("text_config", raw)
@@ -151,19 +160,18 @@ def _parsed(raw: Mapping[str, Any]) -> Glm5NextConfig:
         for found in (text.get(field, expected), outer.get(field, expected)):
             if found != expected:
                 raise ConfigError(f"config.json: {field} is {found!r}; only {expected!r} is implemented")
-    plain = [f for f in fields(Glm5NextConfig) if f.type in (int, float) and not f.name.startswith("linear_")]
-    sizes = {field.name: _number(text, field.name, field.type) for field in plain}
-    layer_types = _layer_types(text, sizes["num_hidden_layers"])
+    linear = text.get("linear_attn_config") or {name: text.get(flat) for name, flat in LINEAR_FIELDS.values()}
+    flat = {**text, **{field: linear.get(name) for field, (name, _) in LINEAR_FIELDS.items()}}
+    numeric = [field for field in fields(Glm5NextConfig) if field.type in (int, float)]
+    numbers = {field.name: _number(flat, field.name, field.type) for field in numeric}
+    eos_token_ids = token_ids(text.get("eos_token_id")) + token_ids(outer.get("eos_token_id"))
     config = Glm5NextConfig(
-        **sizes,
-        **_linear_attention(text, layer_types),
+        **numbers,
         num_nextn_predict_layers=text.get("num_nextn_predict_layers", 0),
         index_share_for_mtp_iteration=bool(text.get("index_share_for_mtp_iteration", True)),
-        layer_types=layer_types,
-        mlp_layer_types=_mlp_layer_types(text, sizes["num_hidden_layers"]),
-        eos_token_ids=tuple(
-            dict.fromkeys(token_ids(text.get("eos_token_id")) + token_ids(outer.get("eos_token_id")))
-        ),
+        layer_types=_layer_types(text, numbers["num_hidden_layers"]),
+        mlp_layer_types=_mlp_layer_types(text, numbers["num_hidden_layers"]),
+        eos_token_ids=tuple(dict.fromkeys(eos_token_ids)),
     )
     _check_relations(text, config)
     return config
@@ -204,28 +212,12 @@ def _mlp_layer_types(text: Mapping[str, Any], num_layers: int) -> tuple[MlpType,
     return tuple(types)
 
 
-def _linear_attention(text: Mapping[str, Any], layer_types: tuple[LayerType, ...]) -> dict[str, Any]:
-    """KDA sizes from `linear_attn_config`, or from the flat keys of a config re-saved by transformers."""
-    nested = text.get("linear_attn_config") or {
-        "num_heads": text.get("linear_num_heads"),
-        "head_dim": text.get("linear_head_dim"),
-        "short_conv_kernel_size": text.get("linear_conv_kernel_dim"),
-        "gate_lower_bound": text.get("linear_lower_bound"),
-    }
-    for name, kind in (("kda_layers", "kda"), ("full_attn_layers", "mla")):
-        derived = [i for i, layer_type in enumerate(layer_types) if layer_type == kind]
-        if nested.get(name) is not None and sorted(nested[name]) != derived:
-            found = f"linear_attn_config.{name} is {nested[name]}"
-            raise ConfigError(f"config.json: {found}, layer_types says {derived}")
-    return {
-        "linear_num_heads": _number(nested, "num_heads", int),
-        "linear_head_dim": _number(nested, "head_dim", int),
-        "linear_conv_kernel_dim": _number(nested, "short_conv_kernel_size", int),
-        "linear_gate_lower_bound": _number(nested, "gate_lower_bound", float),
-    }
-
-
 def _check_relations(text: Mapping[str, Any], config: Glm5NextConfig) -> None:
+    linear = text.get("linear_attn_config") or {}
+    for name, derived in (("kda_layers", config.kda_layers), ("full_attn_layers", config.mla_layers)):
+        if linear.get(name) is not None and sorted(linear[name]) != list(derived):
+            found = f"linear_attn_config.{name} is {linear[name]}"
+            raise ConfigError(f"config.json: {found}, layer_types says {list(derived)}")
     heads, topk, experts = config.num_attention_heads, config.index_topk, config.n_routed_experts
     kv_heads = text.get("num_key_value_heads", heads)
     indexers = sorted(set(text.get("indexer_types") or ["full"]))

@@ -26,23 +26,13 @@ class Weight(ABC):
         return tuple(getattr(self, field.name) for field in fields(self))
 
     @property
-    @abstractmethod
     def shape(self) -> tuple[int, ...]:
-        """Logical shape, [out, in] or [experts, out, in]."""
+        """Logical shape, [out, in] or [experts, out, in]: that of the first part, unless it is packed."""
+        return tuple(self.parts()[0].shape)
 
     @abstractmethod
     def expand(self, dtype: torch.dtype) -> Tensor:
         """The values [.., out, in] in `dtype`, computed in float32."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes held, scales included."""
-        return sum(part.nbytes for part in self.parts())
-
-    @property
-    def device(self) -> torch.device:
-        """Where the parts live."""
-        return self.parts()[0].device
 
     def grouped(self, size: int) -> Self:
         """A stack [n, out, in] seen as [n / size, size, out, in]."""
@@ -61,10 +51,6 @@ class PlainWeight(Weight):
 
     tensor: Tensor
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.tensor.shape)
-
     def expand(self, dtype: torch.dtype) -> Tensor:
         return self.tensor if self.tensor.dtype == dtype else self.tensor.to(dtype)
 
@@ -75,10 +61,6 @@ class Fp8BlockWeight(Weight):
 
     codes: Tensor
     scale: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.codes.shape)
 
     def expand(self, dtype: torch.dtype) -> Tensor:
         rows = self.scale.repeat_interleave(FP8_BLOCK, -2)[..., : self.shape[-2], :]
@@ -92,10 +74,6 @@ class Mxfp8Weight(Weight):
 
     codes: Tensor
     exponents: Tensor
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.codes.shape)
 
     def expand(self, dtype: torch.dtype) -> Tensor:
         groups = self.codes.float().view(*self.exponents.shape, MXFP8_GROUP)

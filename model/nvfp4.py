@@ -23,7 +23,7 @@ E2M1_BOUNDS = (0.25, 0.75 * _STEP_DOWN, 1.25, 1.75 * _STEP_DOWN, 2.5, 3.5 * _STE
 def encode_e2m1(values: Tensor) -> Tensor:
     """Nearest e2m1 code of each float32 value, as uint8 0..15; magnitudes above 6 saturate."""
     bounds = torch.tensor(E2M1_BOUNDS, dtype=torch.float32, device=values.device)
-    magnitude = torch.bucketize(values.abs(), bounds)
+    magnitude = torch.bucketize(values.abs().contiguous(), bounds)
     return (magnitude + 8 * (values < 0)).to(torch.uint8)
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from model.config import ConfigError, read_json
+from model.config import ConfigError, read_json, refusing_wrong_types
 
 Format = Literal["plain", "nvfp4", "fp8_block", "mxfp8"]
 # Of the text model, in files and lists; the first that fits is removed.
@@ -51,24 +51,15 @@ class Declaration:
         return next((format for covers, format in self.rules if covers(stem)), self.default)
 
 
+@refusing_wrong_types("config.json: quantization_config")
 def parse_quantization(directory: Path, raw_config: Mapping[str, Any]) -> Declaration:
     """Read `quantization_config`, or a lone `hf_quant_config.json`. Raises ConfigError."""
-    try:
-        return _parsed(directory, raw_config)
-    except (TypeError, AttributeError) as error:
-        message = f"quantization_config holds a value of a wrong JSON type ({error}); download it again"
-        raise ConfigError(f"config.json: {message}") from None
-
-
-def _parsed(directory: Path, raw_config: Mapping[str, Any]) -> Declaration:
     declared = raw_config.get("quantization_config")
     if declared is None and (directory / "hf_quant_config.json").exists():
         declared = read_json(directory / "hf_quant_config.json").get("quantization", {})
         declared = {"quant_method": "modelopt", "ignore": declared.get("exclude_modules", []), **declared}
     if declared is None:
         return Declaration((), "plain")
-    if not isinstance(declared, dict):
-        raise ConfigError(f"config.json: quantization_config is {declared!r}, expected an object")
     method, rules = declared.get("quant_method"), list[Rule]()
     default: Format | None = "plain"
     if method == "fp8":

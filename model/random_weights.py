@@ -20,15 +20,12 @@ from model.shards import DTYPES, INDEX, SINGLE, Reader, StoredTensor
 from model.weights import WeightTree
 
 E2M1_RMS = 2.926  # root mean square of the sixteen codes
-FLOAT32_VALUES: Mapping[str, tuple[float, float]] = {  # name ending -> mean, standard deviation
-    "norm.weight": (1.0, 0.1),
-    "_scale": (1.0, 0.2),
-    "_base": (0.0, 0.5),
-    "conv1d.weight": (0.0, 0.5),
-    "A_log": (0.5, 0.5),
-    "dt_bias": (0.0, 0.5),
-    "_ape": (0.0, 0.5),
-    "bias": (0.0, 0.1),
+FLOAT32_VALUES = {  # name endings, of which the first that fits counts: mean, standard deviation
+    ("norm.weight",): (1.0, 0.1),
+    ("_scale",): (1.0, 0.2),
+    ("A_log",): (0.5, 0.5),
+    ("_base", "conv1d.weight", "dt_bias", "_ape"): (0.0, 0.5),
+    ("bias",): (0.0, 0.1),
 }
 
 
@@ -90,18 +87,15 @@ def random_reader(parameters: Mapping[str, StoredParameter], seed: int) -> Reade
 
 def _scaled(owner: StoredParameter, part: int, normal: Tensor) -> Tensor:
     """Standard normal values moved to where part number `part` of the parameter lives."""
-    if owner.spec.kind == "float32":
-        endings = (values for ending, values in FLOAT32_VALUES.items() if owner.spec.name.endswith(ending))
-        mean, std = next(endings, (0.0, owner.spec.shape[-1] ** -0.5))
+    spec, format = owner.spec, owner.format
+    std = 1.0 if spec.role == "embedding" else spec.shape[-1] ** -0.5
+    if spec.kind == "float32":
+        known = (values for endings, values in FLOAT32_VALUES.items() if spec.name.endswith(endings))
+        mean, std = next(known, (0.0, std))
         return mean + std * normal
-    std = 1.0 if owner.spec.role == "embedding" else owner.spec.shape[-1] ** -0.5
-    if owner.format == "plain":
-        return std * normal
     if part == 0:
-        return normal
-    if owner.format == "mxfp8":
+        return std * normal if format == "plain" else normal
+    if format == "mxfp8":
         return torch.full_like(normal, std)
-    spread = (0.2 * normal).exp()
-    if owner.format == "nvfp4":
-        return spread if part == 1 else spread * std / E2M1_RMS
-    return spread * std
+    size = {("nvfp4", 1): 1.0, ("nvfp4", 2): std / E2M1_RMS}.get((format, part), std)
+    return size * (0.2 * normal).exp()

@@ -91,17 +91,13 @@ class WeightTree:
     def stack(self, names: Sequence[str]) -> Weight:
         """Several matrices of one shape and format as [len(names), out, in]; each keeps its own scales."""
         parameters = [self._get(name) for name in names]
-        first = parameters[0]
-        assert all(parameter.format == first.format for parameter in parameters), (
-            "see checkpoint._mixed_stacks"
-        )
-        weight_class, dtypes = RESIDENT[first.format]
-        shapes = part_shapes(first.format, first.spec.shape)
-        stacks = [
-            self._empty((len(names), *shape), dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
-        ]
-        for parameter, *parts in zip(parameters, *stacks, strict=True):
-            self._fill(parameter, parts)
+        format, shape = parameters[0].format, parameters[0].spec.shape
+        assert all(parameter.format == format for parameter in parameters), "see checkpoint._mixed_stacks"
+        weight_class, dtypes = RESIDENT[format]
+        parts = zip(part_shapes(format, shape), dtypes, strict=True)
+        stacks = [self._empty((len(names), *part_shape), dtype) for part_shape, dtype in parts]
+        for parameter, *destinations in zip(parameters, *stacks, strict=True):
+            self._fill(parameter, destinations)
         return weight_class(*stacks)
 
     def experts(self, *projections: str) -> Weight:
@@ -112,10 +108,8 @@ class WeightTree:
 
     def finish(self) -> None:
         """Raise WeightError unless every parameter was taken exactly once."""
-        taken = ((name, self.taken[name]) for name in self.parameters)
-        problems = (
-            f"{name}: taken {times} times by the model, expected once" for name, times in taken if times != 1
-        )
+        wrong = (name for name in self.parameters if self.taken[name] != 1)
+        problems = (f"{name}: taken {self.taken[name]} times by the model, expected once" for name in wrong)
         raise_if_any("model", problems, "the model and the checkpoint do not cover each other")
 
     def _find(self, name: str) -> StoredParameter | None:

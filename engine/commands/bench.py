@@ -28,11 +28,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 0 when every round ran."""
-    if args.scheduler:
-        given = [name for name in ("model", "prefill", "decode", "after", "threads") if getattr(args, name)]
-        if given or args.no_peer:
-            name = given[0] if given else "no-peer"
-            raise ValueError(f"--{name} acts on the model's measurement; it has no place beside --scheduler")
+    for name in ("model", "prefill", "decode", "after", "threads", "no_peer") if args.scheduler else ():
+        if getattr(args, name):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} acts on the model's measurement; it has no place beside --scheduler")
     for name, (default, _) in COUNTS.items():
         count = default if getattr(args, name) is None else getattr(args, name)
         if count < 1:

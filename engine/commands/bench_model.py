@@ -23,11 +23,11 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
+from engine.commands.quantize import converted
 from engine.llm import EMBEDDED_MODEL, LLM
 from engine.sampling import SamplingParams
-from model.config import load_config, read_json
-from model.parameters import parameter_specs
-from model.weights import load_weights
+from model.checkpoint import read_checkpoint
+from model.config import read_json
 
 # A dtype of transformers that its warm-up shows so many times slower is left out of the rounds.
 HOPELESS = 2.0
@@ -97,16 +97,14 @@ def run(args: argparse.Namespace) -> int:
         ours = OurEngine(args.model)
         load_s.append(time.perf_counter() - start)
     sides = {"ours bfloat16": ours} | ({} if args.no_peer else load_peers(args.model))
-    quantities: dict[str, tuple[int, Measure]] = {
-        f"prefill of {args.prefill}": (args.prefill, lambda side, ids: side.prefill(ids)),
-        f"decode of {args.decode} after {args.after}": (
-            args.after,
-            lambda side, ids: side.decode(ids, args.decode),
-        ),
-    }
     report: dict[str, Any] = {"model": str(args.model), "machine": machine(args.threads)}
     report |= {"rounds": args.repeat, "load_s": median(load_s)}
-    for title, (num_tokens, measure) in quantities.items():
+    decode = f"decode of {args.decode} after {args.after}"
+    quantities: tuple[tuple[str, int, Measure], ...] = (
+        (f"prefill of {args.prefill}", args.prefill, lambda side, ids: side.prefill(ids)),
+        (decode, args.after, lambda side, ids: side.decode(ids, args.decode)),
+    )
+    for title, num_tokens, measure in quantities:
         shape, dice = (args.repeat + 1, num_tokens), torch.Generator().manual_seed(num_tokens)
         prompts = torch.randint(ours.llm.config.vocab_size, shape, generator=dice).tolist()
         report[title] = compare(sides, prompts, measure)
@@ -144,18 +142,12 @@ def compare(sides: Mapping[str, Engine], prompts: list[list[int]], measure: Meas
 
 
 def write_bf16(source: Path, target: Path) -> None:
-    """Expand a checkpoint's trunk into `target`: BF16 and F32 tensors and a config without quantisation."""
-    raw, config, bf16 = read_json(source / "config.json"), load_config(source), torch.bfloat16
+    """Expand a checkpoint into `target`: quantised matrices in BF16 and a config without quantisation."""
+    raw = read_json(source / "config.json")
     for level in (raw, raw.get("text_config", {})):
         level.pop("quantization_config", None)
     (target / "config.json").write_text(json.dumps(raw), encoding="utf-8")
-    tree = load_weights(source, config, linear_dtype=bf16, device=torch.device("cpu"), with_mtp=False)
-    tensors = {}
-    for spec in parameter_specs(config, with_mtp=False):
-        linear = spec.kind == "linear"
-        tensor = tree.linear(spec.stem).expand(bf16) if linear else tree.tensor(spec.name)
-        prefix = "" if spec.stem == "lm_head" else "model.language_model."
-        tensors[prefix + spec.name] = tensor.contiguous()
+    tensors = dict(converted(read_checkpoint(source), quantised_roles=()))
     save_file(tensors, target / "model.safetensors", metadata={"format": "pt"})
 
 
@@ -165,12 +157,8 @@ def machine(threads: int) -> dict[str, str | int]:
     lines = info.read_text(encoding="utf-8").splitlines() if info.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
     versions = {name: version(name) for name in ("torch", "transformers")}
-    return {
-        "cpu": (names or [platform.processor()])[0],
-        "threads": threads,
-        **versions,
-        "date": str(date.today()),
-    }
+    cpu = (names or [platform.processor()])[0]
+    return {"cpu": cpu, "threads": threads, **versions, "date": str(date.today())}
 
 
 def table(report: dict[str, Any]) -> str:

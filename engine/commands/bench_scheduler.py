@@ -61,10 +61,9 @@ class SchedulerBench:
         chunks = (rounds + 1) * BUDGET
         longest = context_tokens + NUM_DECODES + rounds * STEPS_PER_ROUND + BUDGET
         needed = long_tokens + chunks + NUM_DECODES * longest
-        simulation = Simulation(
-            policy, max_batched_tokens=long_tokens, num_blocks=needed // policy.block_size
-        )
-        self.scheduler, self._invented = simulation.scheduler, count(INVENTED_TOKEN)
+        num_blocks = needed // policy.block_size
+        self.scheduler = Simulation(policy, max_batched_tokens=long_tokens, num_blocks=num_blocks).scheduler
+        self._invented = count(INVENTED_TOKEN)
         self._long = range(long_tokens + chunks)
         self.scheduler.add(Request(0, self._long, 1))
         self.step()
@@ -110,9 +109,9 @@ def timed(work: Callable[[], Any]) -> tuple[float, Any]:
 
 def table(readings: list[dict[str, Any]]) -> str:
     """One row per quantity, one column per scale, times in milliseconds."""
-    lines = [f"{'':<42}" + "".join(f"{f'{scale}x':>13}" for scale in SCALES)]
+    rows = {"": [f"{scale}x" for scale in SCALES]}
     for name in ("long_tokens", "context_tokens", "cached_pages"):
-        lines.append(f"{name.replace('_', ' '):<42}" + "".join(f"{r[name]:>13,}" for r in readings))
+        rows[name.replace("_", " ")] = [f"{reading[name]:,}" for reading in readings]
     for name, text in ROWS.items():
-        lines.append(f"{text:<42}" + "".join(f"{r[name] * 1000:>10.2f} ms" for r in readings))
-    return "\n".join(lines)
+        rows[text] = [f"{reading[name] * 1000:.2f} ms" for reading in readings]
+    return "\n".join(f"{text:<42}" + "".join(f"{cell:>13}" for cell in row) for text, row in rows.items())

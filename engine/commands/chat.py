@@ -20,10 +20,9 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `chat`."""
-    parser.add_argument(
-        "--plain", action="store_true", help="join texts as they are instead of using the template"
-    )
-    parser.add_argument("--system", metavar="TEXT", help="system message, in the template")
+    add = parser.add_argument
+    add("--plain", action="store_true", help="join texts as they are instead of using the template")
+    add("--system", metavar="TEXT", help="system message, in the template")
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
 
@@ -35,12 +34,11 @@ def run(args: argparse.Namespace) -> int:
     llm = load_engine(args)
     params = params_from(args, llm)
     conversation = Conversation(llm.tokenizer, templated=not args.plain, system=args.system)
-    printer, code = Printer(as_text=True), 0
+    show, code = Printer(as_text=True).show, 0
     while line := read_turn():
         try:
-            (result,), interrupted = run_prompts(
-                llm, [conversation.ask(line)], params, not args.plain, printer.show
-            )
+            prompt = conversation.ask(line)
+            (result,), interrupted = run_prompts(llm, [prompt], params, not args.plain, show)
         except RequestRefused as error:  # the conversation has outgrown the context; a shorter turn may fit
             print(f"error: {error}", file=sys.stderr)
             code = 1

@@ -28,11 +28,10 @@ EXAMPLES = """examples:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Arguments of `inspect`."""
-    parser.add_argument("directory", type=Path, metavar="DIR", help="a Hugging Face checkpoint directory")
-    parser.add_argument(
-        "--tp", type=int, default=1, metavar="N", help="GPUs to split over (default %(default)s)"
-    )
-    parser.add_argument("--json", action="store_true", help="one JSON document instead of tables")
+    add = parser.add_argument
+    add("directory", type=Path, metavar="DIR", help="a Hugging Face checkpoint directory")
+    add("--tp", type=int, default=1, metavar="N", help="GPUs to split over (default %(default)s)")
+    add("--json", action="store_true", help="one JSON document instead of tables")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,18 +50,14 @@ def inspect(directory: Path, ranks: int) -> dict[str, Any]:
     by_role: dict[str, list[StoredParameter]] = {}
     for parameter in checkpoint.parameters.values():
         by_role.setdefault(parameter.spec.role, []).append(parameter)
-    problems = list(checkpoint.mtp_problems)
+    present, problems = checkpoint.has_mtp, list(checkpoint.mtp_problems)
     return {
         "directory": str(directory),
         "tp": ranks,
         "roles": [_role(role, parameters, ranks) for role, parameters in by_role.items()],
         "vision": _skipped([tensor for tensor in checkpoint.skipped if VISION.match(tensor.name)]),
         "unused": _skipped([tensor for tensor in checkpoint.skipped if not VISION.match(tensor.name)]),
-        "mtp": {
-            "present": checkpoint.has_mtp,
-            "usable": checkpoint.has_mtp and not problems,
-            "problems": problems,
-        },
+        "mtp": {"present": present, "usable": present and not problems, "problems": problems},
     }
 
 
@@ -92,14 +87,12 @@ def _table(report: dict[str, Any]) -> str:
     total = {c: sum(row[c] for row in roles) for c in ("tensors", "parameters", "file_bytes", "gpu_bytes")}
     scale, unit = (2**30, "GiB") if total["file_bytes"] >= 2**30 else (2**20, "MiB")
     rows = [*roles, {"role": "total"} | total]
-    for name in ("vision", "unused"):
-        if report[name]["tensors"]:
-            rows.append({"role": name, "formats": ["not loaded"]} | report[name])
+    skipped = [name for name in ("vision", "unused") if report[name]["tensors"]]
+    rows += [{"role": name, "formats": ["not loaded"]} | report[name] for name in skipped]
     sizes = f"{'file ' + unit:>12}{'per GPU ' + unit:>14}"
+    head = f"{'role':<24}{'layers':<14}{'format':<12}{'tensors':>9}{'parameters':>17}{sizes}"
+    lines = [f"{report['directory']}, per GPU of {report['tp']}", "", head, *(_line(r, scale) for r in rows)]
     state = "usable" if mtp["usable"] else "damaged:" if mtp["present"] else "absent"
-    lines = [f"{report['directory']}, per GPU of {report['tp']}", ""]
-    lines.append(f"{'role':<24}{'layers':<14}{'format':<12}{'tensors':>9}{'parameters':>17}{sizes}")
-    lines += [_line(row, scale) for row in rows]
     return "\n".join([*lines, "", f"MTP layer: {state}", *mtp["problems"]])
 
 

@@ -9,7 +9,7 @@ import json
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +54,7 @@ def quantize(source: Path, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES)
     building = target.with_name(f".{target.name}.{os.getpid()}")
     building.mkdir()
     try:
-        write_shards(building, quantised_tensors(checkpoint), max_shard_bytes)
+        write_shards(building, converted(checkpoint, QUANTISED_ROLES), max_shard_bytes)
         write_configs(building, read_json(source / "config.json"))
         for file in (file for pattern in COPIED for file in source.glob(pattern)):
             shutil.copyfile(file, building / file.name)
@@ -64,15 +64,15 @@ def quantize(source: Path, target: Path, max_shard_bytes: int = MAX_SHARD_BYTES)
         raise
 
 
-def quantised_tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of the result under its file name, one parameter at a time."""
+def converted(checkpoint: Checkpoint, quantised_roles: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    """Tensors under their file names, a parameter at a time: these roles in NVFP4, other quantised ones in BF16."""
     read = shard_reader()
     tree = WeightTree(checkpoint.parameters, read, torch.float32, torch.device("cpu"))
     for parameter in checkpoint.parameters.values():
         name, stem = parameter.parts[0].name.removesuffix("_packed"), parameter.spec.stem
-        if parameter.format == "plain" and parameter.spec.role not in QUANTISED_ROLES:
+        if parameter.format == "plain" and parameter.spec.role not in quantised_roles:
             yield name, read(parameter.parts[0])
-        elif parameter.spec.role not in QUANTISED_ROLES:
+        elif parameter.spec.role not in quantised_roles:
             yield name, tree.linear(stem).expand(torch.bfloat16)
         elif parameter.format == "nvfp4":
             raise WeightError(f"{name} is NVFP4 already; quantise the BF16 or FP8 checkpoint it came from")
@@ -122,21 +122,13 @@ def write_configs(directory: Path, raw_config: dict[str, Any]) -> None:
     ignore += ["*.mlp.gate", "*.eh_proj", "*.shared_head*"]
     ignore += [f"*.layers.{i}.mlp.{part}_proj" for i in dense for part in ("gate", "up", "down")]
     weights = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": nvfp4.BLOCK}
-    declared = {
-        "quant_method": "modelopt",
-        "quant_algo": "NVFP4",
-        "producer": PRODUCER,
-        "config_groups": {"group_0": {"weights": weights, "targets": ["Linear"]}},
-        "ignore": ignore,
-    }
-    quantization = {
-        "quant_algo": "NVFP4",
-        "group_size": nvfp4.BLOCK,
-        "kv_cache_quant_algo": None,
-        "exclude_modules": ignore,
-    }
-    _write_json(directory / "config.json", raw_config | {"quantization_config": declared})
-    _write_json(directory / "hf_quant_config.json", {"producer": PRODUCER, "quantization": quantization})
+    groups = {"group_0": {"weights": weights, "targets": ["Linear"]}}
+    method = {"quant_method": "modelopt", "quant_algo": "NVFP4", "producer": PRODUCER}
+    declared = {"quantization_config": method | {"config_groups": groups, "ignore": ignore}}
+    _write_json(directory / "config.json", raw_config | declared)
+    sizes = {"quant_algo": "NVFP4", "group_size": nvfp4.BLOCK, "kv_cache_quant_algo": None}
+    quantization = {"producer": PRODUCER, "quantization": sizes | {"exclude_modules": ignore}}
+    _write_json(directory / "hf_quant_config.json", quantization)
 
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:

@@ -12,13 +12,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from engine.commands.policy_options import (
-    add_drafter_arguments,
-    add_policy_arguments,
-    assumed_drafter,
-    at_least,
-    policy_from,
-)
+from engine.commands import policy_options
 from engine.commands.trace_svg import draw
 from scheduler.checkpoint_policy import Capability, Policy
 from scheduler.plan import ScheduledChunk, StepPlan
@@ -38,10 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", metavar="DIR", help="whose tokenizer encodes text (default: the embedded model)")
     add("--lengths", metavar="N,N", help="prompt lengths in tokens")
     add("--separate", action="store_true", help="each prompt alone, on an empty cache")
-    add("--cached", type=at_least(0), default=0, metavar="N",
+    add("--cached", type=policy_options.at_least(0), default=0, metavar="N",
         help="an external store brings rows and state of each prompt's first N tokens")  # fmt: skip
-    add_policy_arguments(parser)
-    add_drafter_arguments(parser)
+    policy_options.add_policy_arguments(parser)
+    policy_options.add_drafter_arguments(parser)
     add("--svg", metavar="FILE", help="draw the steps")
     add("--json", action="store_true", help="one JSON document on stdout")
 
@@ -49,7 +43,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the step table, or the JSON document; exit code 0."""
     prompts = prompts_from(args)
-    policy = policy_from(args, Capability(), assumed_drafter(args, default_depth=3 if args.lengths else 0))
+    drafter = policy_options.assumed_drafter(args, default_depth=3 if args.lengths else 0)
+    policy = policy_options.policy_from(args, Capability(), drafter)
     traces: list[RequestTrace] = []
     plans: list[StepPlan] = []
     for group in [[prompt] for prompt in prompts] if args.separate else [prompts]:
@@ -71,11 +66,10 @@ def prompts_from(args: argparse.Namespace) -> list[Sequence[int]]:
     if bool(args.lengths) == bool(args.prompts):
         raise ValueError("give prompts as text or as --lengths, one of the two")
     prompts = lengths_as_prompts(args) if args.lengths else encoded(args)
-    if args.cached and args.cached >= min(map(len, prompts)):
-        raise ValueError(
-            f"--cached is {args.cached}, the shortest prompt has {min(map(len, prompts))} tokens; at least the last"
-            " token of a prompt has to be computed"
-        )
+    shortest = min(map(len, prompts))
+    if args.cached and args.cached >= shortest:
+        found = f"--cached is {args.cached}, the shortest prompt has {shortest} tokens"
+        raise ValueError(f"{found}; at least the last token of a prompt has to be computed")
     return prompts
 
 
@@ -103,57 +97,38 @@ def encoded(args: argparse.Namespace) -> list[Sequence[int]]:
 def simulate(args: argparse.Namespace, policy: Policy, num_requests: int) -> Simulation:
     """A scheduler over an empty cache of the size that the arguments name."""
     spare = PLENTY_SLOTS if args.checkpoint_slots is None else args.checkpoint_slots
-    return Simulation(
-        policy,
-        max_batched_tokens=args.max_batched_tokens,
-        mixed_prefill_tokens=args.mixed_prefill_tokens,
-        num_blocks=max((args.kv_tokens or PLENTY_TOKENS) // policy.block_size, 1),
-        num_slots=num_requests + spare,
-    )
+    num_blocks = max((args.kv_tokens or PLENTY_TOKENS) // policy.block_size, 1)
+    budgets = {name: getattr(args, name) for name in ("max_batched_tokens", "mixed_prefill_tokens")}
+    return Simulation(policy, num_blocks=num_blocks, num_slots=num_requests + spare, **budgets)
 
 
 def as_document(
     policy: Policy, budget: int, traces: Sequence[RequestTrace], plans: Sequence[StepPlan]
 ) -> dict[str, Any]:
     """The JSON document: requests in order, then every step."""
-    return {
-        "policy": policy.name,
-        "block": policy.block_size,
-        "budget": budget,
-        "requests": [_request(trace) for trace in traces],
-        "steps": [_step(number, plan) for number, plan in enumerate(plans, start=1)],
-    }
+    settings = {"policy": policy.name, "block": policy.block_size, "budget": budget}
+    steps = [_step(number, plan) for number, plan in enumerate(plans, start=1)]
+    return settings | {"requests": [_request(trace) for trace in traces], "steps": steps}
 
 
 def _request(trace: RequestTrace) -> dict[str, Any]:
-    return {
-        "prompt": len(trace.request.prompt),
-        "cached": trace.chunks[0].start,
-        "forwards": len(trace.chunks),
-        "chunks": [len(chunk.token_ids) for chunk in trace.chunks],
-        "exports": [_exports(chunk) for chunk in trace.chunks],
-        "published": trace.published,
-        "resend_hit": trace.resend_hit,
-        "extend_hit": trace.extend_hit,
-        "checkpoints_held": len(trace.published),
-    }
+    chunks, published = trace.chunks, trace.published
+    sizes = {"prompt": len(trace.request.prompt), "cached": chunks[0].start, "forwards": len(chunks)}
+    per_chunk = {"chunks": [len(c.token_ids) for c in chunks], "exports": [_exports(c) for c in chunks]}
+    hits = {"resend_hit": trace.resend_hit, "extend_hit": trace.extend_hit}
+    return {**sizes, **per_chunk, "published": published, **hits, "checkpoints_held": len(published)}
 
 
 def _step(number: int, plan: StepPlan) -> dict[str, Any]:
-    chunks = [
-        {
-            "request": chunk.request_id,
-            "start": chunk.start,
-            "end": chunk.end,
-            "write_from": chunk.write_from,
-            "exports": _exports(chunk),
-            "publishes": list(chunk.publishes),
-            "reason": chunk.reason,
-        }
-        for chunk in plan.chunks
-    ]
+    chunks = [_chunk(chunk) for chunk in plan.chunks]
     decodes = sum(chunk.decodes for chunk in plan.chunks)
     return {"step": number, "chunks": chunks, "decodes": decodes, "unused": plan.unused_tokens}
+
+
+def _chunk(chunk: ScheduledChunk) -> dict[str, Any]:
+    span = {"start": chunk.start, "end": chunk.end, "write_from": chunk.write_from}
+    marks = {"exports": _exports(chunk), "publishes": list(chunk.publishes)}
+    return {"request": chunk.request_id, **span, **marks, "reason": chunk.reason}
 
 
 def _exports(chunk: ScheduledChunk) -> list[int]:
@@ -168,11 +143,10 @@ def table(document: dict[str, Any], waits: Sequence[Mapping[int, str]]) -> str:
     lines.append(f"{columns}  exports; publishes; why it ends there")
     for step, waiting in zip(document["steps"], waits, strict=True):
         lines += [f"{step['step']:>5} {_chunk_line(chunk)}" for chunk in step["chunks"]]
+        unused = f"({step['unused']:,} tokens of the step unused)"
         for reason in dict.fromkeys(waiting.values()):
             who = ", ".join(str(request) for request, why in waiting.items() if why == reason)
-            lines.append(
-                f"{step['step']:>5} {who:>7} {reason} ({step['unused']:,} tokens of the step unused)"
-            )
+            lines.append(f"{step['step']:>5} {who:>7} {reason} {unused}")
     requests = [_request_line(number, request) for number, request in enumerate(document["requests"])]
     return "\n".join([*lines, "", *requests])
 
@@ -189,11 +163,10 @@ def _chunk_line(chunk: Mapping[str, Any]) -> str:
 
 def _request_line(number: int, request: Mapping[str, Any]) -> str:
     found = f" (newest: {_list(request['published'][-3:])})" if request["published"] else ""
-    return (
-        f"request {number}: {request['prompt']:,} tokens, {request['cached']:,} cached, {request['forwards']} forwards;"
-        f" holds {request['checkpoints_held']} checkpoints{found}; a resend hits {request['resend_hit']:,},"
-        f" a longer prompt {request['extend_hit']:,}"
-    )
+    tokens = f"{request['prompt']:,} tokens, {request['cached']:,} cached, {request['forwards']} forwards"
+    held = f"holds {request['checkpoints_held']} checkpoints{found}"
+    hits = f"a resend hits {request['resend_hit']:,}, a longer prompt {request['extend_hit']:,}"
+    return f"request {number}: {tokens}; {held}; {hits}"
 
 
 def _list(positions: Sequence[int]) -> str:

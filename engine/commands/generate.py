@@ -8,7 +8,7 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from engine.commands.common import add_engine_arguments, decode_utf8, load_engin
 from engine.conversation import Conversation
 from engine.llm import LLM, Prompt
 from engine.output import Delta, Result
-from engine.sampling import SamplingParams
+from engine.sampling import MAX_LOGPROBS, SamplingParams
 from engine.text import REASONING_EFFORTS, ends_in_thinking
 
 EXAMPLES = """examples:
@@ -41,6 +41,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--random-weights", action="store_true", help="seeded values in the declared formats")
     add("--num-layers", type=int, metavar="N", help="only the first N layers, with --random-weights")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of text")
+    logprobs = (
+        f"with --json: each token's log-probability and those of the N likeliest ids (0 to {MAX_LOGPROBS})"
+    )
+    parser.add_argument("--logprobs", type=int, metavar="N", help=logprobs)
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
@@ -70,7 +74,7 @@ def run(args: argparse.Namespace) -> int:
     turns = read_turns(args) if args.turns else []
     check_chat_options(args, texts)
     llm = load_engine(args)
-    params = params_from(args, llm)
+    params = replace(params_from(args, llm), logprobs=args.logprobs)
     show = (lambda deltas: None) if args.json else Printer(as_text=llm.tokenizer is not None).show
     if turns:
         results, interrupted = run_turns(llm, turns, params, conversation(llm, args), show)
@@ -110,6 +114,8 @@ def parse_ids(text: str) -> list[int]:
 
 def check_chat_options(args: argparse.Namespace, texts: Sequence[str]) -> None:
     """Refuse options that could not act."""
+    if args.logprobs is not None and not args.json:
+        raise ValueError("--logprobs is printed by --json only; add it")
     if args.chat and args.prompt_ids:
         raise ValueError("--chat renders text; token ids go in as they are: give one or the other")
     for name in ("system", "reasoning_effort"):
@@ -199,8 +205,8 @@ class Printer:
 
 
 def as_json(result: Result) -> dict[str, Any]:
-    """One entry of `results`; `message` and `reasoning` only where there are any."""
-    absent = {name for name in ("message", "reasoning") if getattr(result, name) is None}
+    """One entry of `results`; `message`, `reasoning` and `log_probs` only where there are any."""
+    absent = {name for name in ("message", "reasoning", "log_probs") if getattr(result, name) is None}
     return {k: value for k, value in asdict(result).items() if k not in {*absent, "prompt_log_probs"}}
 
 

@@ -14,11 +14,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from engine.commands.generate import as_json
 from engine.llm import EMBEDDED_MODEL, LLM
-from engine.output import Delta
+from engine.output import Delta, Result
 from engine.sampling import SamplingParams
 from engine.text import Tokenizer
 from model.glm5_next import Glm5Next
+from scheduler.plan import TokenLogProbs
 from tests.command import Outcome, run_cli
 from tests.glm_tokenizer import TEMPLATE
 from tests.scripted import TINY, script_tokens
@@ -145,8 +147,9 @@ class TestParameters:
     ) -> None:
         monkeypatch.setattr(LLM, "step", interrupt_after(0))
         flags = "--max-tokens 3 --temperature 0.7 --top-p 0.9 --top-k 8 --min-p 0.1 --stop a --stop b"
-        generate(capsys, "Emma", *flags.split(), "--ignore-eos", "--json")
-        assert asked[0][1] == SamplingParams(3, 0.7, 0.9, 8, 0.1, stop=("a", "b"), ignore_eos=True)
+        generate(capsys, "Emma", *flags.split(), "--ignore-eos", "--logprobs", 5, "--json")
+        expected = SamplingParams(3, 0.7, 0.9, 8, 0.1, stop=("a", "b"), ignore_eos=True, logprobs=5)
+        assert asked[0][1] == expected
 
     def test_the_reported_seed_repeats_the_answer(self, capsys: Capture) -> None:
         first = generate(capsys, "Emma", "--max-tokens", 12, "--json")
@@ -167,6 +170,28 @@ def test_the_document_has_the_promised_keys(capsys: Capture) -> None:
     assert (result["finish_reason"], result["cached_tokens"]) == ("length", 0)
     assert result["text"] == tokenizer_of(EMBEDDED_MODEL).decode(result["token_ids"])
     assert result["ttft_s"] > 0 and result["decode_tokens_per_s"] > 0
+
+
+def test_log_probs_stand_in_the_document_if_asked_for() -> None:
+    listed = Result(1, token_ids=[7], log_probs=[TokenLogProbs(7, -0.5, ((7, -0.5), (3, -1.5)))])
+    document = json.loads(json.dumps(as_json(listed)))
+    assert document["log_probs"] == [{"token": 7, "log_prob": -0.5, "top": [[7, -0.5], [3, -1.5]]}]
+    assert as_json(Result(1, log_probs=[]))["log_probs"] == []
+    assert set(as_json(Result(1, text=""))) == KEYS
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--logprobs", 2), "--logprobs is printed by --json only"),
+        (("--logprobs", 21, "--json"), "from 0 to 20"),
+    ],
+)
+def test_log_probs_that_could_not_be_shown_are_refused(
+    capsys: Capture, options: tuple[object, ...], message: str
+) -> None:
+    outcome = generate(capsys, "Emma", *options)
+    assert outcome.code == 2 and message in outcome.err
 
 
 class TestReasoning:

@@ -7,6 +7,7 @@ import pytest
 from engine import output
 from engine.output import Delta, Output
 from engine.text import Tokenizer
+from scheduler.plan import TokenLogProbs
 from scheduler.request import Request
 from tests.glm_tokenizer import write_tokenizer
 
@@ -95,3 +96,19 @@ def test_a_failure_keeps_what_was_delivered_and_its_message() -> None:
     out.push(7)
     assert out.finish("error", "broken").finish_reason == "error"
     assert (out.result.token_ids, out.result.message) == ([7], "broken")
+
+
+def test_log_probs_are_one_per_delivered_token_where_asked_for(tokenizer: Tokenizer) -> None:
+    out = Output(Request(5, [1], max_tokens=99), tokenizer, ("DEF",), thinking=False, keep_log_probs=True)
+    assert out.result.log_probs == []
+    entries = [TokenLogProbs(token, -float(i), ()) for i, token in enumerate(tokenizer.encode("abcDEF"))]
+    stops = [out.push(entry.token, entry)[1] for entry in entries]
+    assert stops.index(True) == len(entries) - 1 and out.result.log_probs == entries
+    with pytest.raises(AssertionError, match="without its log-probabilities"):
+        out.push(7)
+
+
+def test_log_probs_nobody_asked_for_are_not_kept() -> None:
+    out = output_of()
+    out.push(7, TokenLogProbs(7, -1.0, ()))
+    assert out.result.log_probs is None

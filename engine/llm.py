@@ -16,7 +16,7 @@ import torch
 
 from engine.cache import CacheShape, allocate_draft, allocate_trunk
 from engine.commands.policy_options import policy_from
-from engine.memory_plan import cache_parts, default_kv_tokens, require_memory
+from engine.memory_plan import cache_parts, default_kv_tokens, keep_freed_memory, require_memory
 from engine.options import DEFAULT_DRAFT_TOKENS, DTYPES, EngineOptions
 from engine.output import Delta, Output, Result, SpeculationStatistics
 from engine.runner import Runner
@@ -71,6 +71,8 @@ class LLM:
     def _load(self, directory: Path, progress: Progress | None) -> None:
         options, device, dtype = self.options, self.device, self.dtype
         tree = self._weight_tree(directory, progress)
+        if device.type == "cpu":
+            keep_freed_memory()
         config, remedy = self.config, "use a smaller model or another device"
         require_memory("the weights need", tree.resident_bytes, device, remedy)
         self.model = Glm5Next(tree, config, dtype, device)
@@ -106,14 +108,14 @@ class LLM:
 
     def _allocate(self, shape: CacheShape) -> None:
         config, dtype, device = self.config, self.dtype, self.device
-        state_dtype = DTYPES[self.options.state_dtype]
+        state_dtype, hidden_dtype = DTYPES[self.options.state_dtype], matmul_dtype(dtype, device)
         what = f"the cache ({shape.num_blocks} blocks, {shape.num_slots} slots) needs"
-        self.cache_parts = cache_parts(config, dtype, shape, state_dtype)
+        self.cache_parts = cache_parts(config, dtype, shape, state_dtype, hidden_dtype)
         remedy = "lower kv_tokens, checkpoint_slots or max_running_requests"
         require_memory(what, sum(self.cache_parts.values()), device, remedy)
         cache, drafter = allocate_trunk(config, shape, dtype, device, state_dtype), None
         if self.mtp is not None:
-            draft_cache = allocate_draft(config, shape, dtype, device)
+            draft_cache = allocate_draft(config, shape, dtype, device, hidden_dtype)
             drafter = Drafter(self.mtp, draft_cache, self.draft_tokens, self.options.index_share)
         self.runner = Runner(self.model, cache, drafter)
 

@@ -28,7 +28,7 @@ from tests.engine.divergence import first_difference, margin
 
 PEER = Path(__file__).parents[1] / "peer.py"
 PROMPT_TOKENS, NEW_TOKENS = 200, 200  # together more than the 256 tokens that the indexer selects
-MARGIN = 1e-3  # two programs may choose either of two logits this close: ten times what float32 rounding moves one
+MARGIN = 1e-3  # either of two logits this close may win: ten times what float32 rounding moves one
 RATE = 0.02  # of accepted / proposed: after a token that may differ, a text goes on differently
 LLAMA_CPP_SRC, MODEL = os.environ.get("LLAMA_CPP_SRC"), os.environ.get("MINI_GLM53_PEER_MODEL")
 pytestmark = [

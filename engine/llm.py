@@ -88,11 +88,11 @@ class LLM:
         tree.finish()
         self.has_mtp = tree.has_mtp  # whether the checkpoint has a draft layer
         kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device, self.draft_tokens)
-        own_index = not options.index_share
+        self.index_share = options.index_share and config.index_share_for_mtp_iteration
         shape = CacheShape(
             max(kv_tokens // policy.block_size, 1), policy.block_size,
             options.max_running_requests + options.checkpoint_slots,
-            options.max_running_requests, self.draft_tokens, own_index,
+            options.max_running_requests, self.draft_tokens, not self.index_share,
         )  # fmt: skip
         self._allocate(shape)
         self.scheduler = Scheduler(
@@ -102,7 +102,7 @@ class LLM:
             max_running_requests=options.max_running_requests,
             context_limit=config.max_position_embeddings,
             draft_tokens=self.draft_tokens,
-            scratch_tokens=self.draft_tokens if own_index else min(self.draft_tokens, 1),
+            scratch_tokens=min(self.draft_tokens, 1) if self.index_share else self.draft_tokens,
             debug=options.debug,
         )
 
@@ -116,7 +116,7 @@ class LLM:
         cache, drafter = allocate_trunk(config, shape, dtype, device, state_dtype), None
         if self.mtp is not None:
             draft_cache = allocate_draft(config, shape, dtype, device, hidden_dtype)
-            drafter = Drafter(self.mtp, draft_cache, self.draft_tokens, self.options.index_share)
+            drafter = Drafter(self.mtp, draft_cache, self.draft_tokens, self.index_share)
         self.runner = Runner(self.model, cache, drafter)
 
     def _weight_tree(self, directory: Path, progress: Progress | None) -> WeightTree:

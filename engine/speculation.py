@@ -138,8 +138,8 @@ class Speculation:
                 chunk.draft_start + 1 - mtp.first_slot - chunk.start
             )  # row of the first token without draft row
             token_ids += turn.known[first:]
-            if first == 0:  # its hidden state came with the forward before
-                previous.append(cache.hidden[chunk.companion_slot].unsqueeze(0))
+            if first == 0:  # its hidden state came with the forward before; below, this one's takes its place
+                previous.append(cache.hidden[chunk.companion_slot].unsqueeze(0).clone())
             previous.append(turn.hidden[max(first - 1, 0) : first - 1 + len(token_ids) - row])
             turn.draft_segment = Segment(
                 row, len(token_ids) - row, chunk.draft_start, chunk.companion_slot or 0, turn.own.tables[1],

@@ -141,10 +141,8 @@ class Speculation:
             # the row of the first token that has no draft row yet
             first = chunk.draft_start + 1 - mtp.first_slot - chunk.start
             token_ids += turn.known[first:]
-            if (
-                first == 0
-            ):  # its hidden state came with the forward before; a copy, for the companion moves on
-                previous.append(cache.hidden[chunk.companion_slot].clone().unsqueeze(0))
+            if first == 0:  # its hidden state came with the forward before
+                previous.append(cache.hidden[chunk.companion_slot].unsqueeze(0))
             previous.append(turn.hidden[max(first - 1, 0) : first - 1 + len(token_ids) - row])
             exports = tuple(Export(c.position - chunk.draft_start, c.companion or 0) for c in turn.reached)
             turn.draft_segment = Segment(

@@ -101,9 +101,8 @@ class LLM:
         shared: dict[str, Any] = {"linear_dtype": resident, "device": self.device, "with_mtp": with_mtp}
         if not self.options.random_weights:
             return load_weights(directory, self.config, **shared, progress=progress)
-        num_layers = self.options.num_layers or self.config.num_hidden_layers
-        self.config = self.config.first_layers(num_layers)
-        return random_weights(directory, self.config, **shared, seed=self.seed, num_layers=num_layers)
+        self.config = self.config.first_layers(self.options.num_layers or self.config.num_hidden_layers)
+        return random_weights(directory, self.config, **shared, seed=self.seed)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling as the checkpoint's generation_config.json says (else greedy), with `changes` applied."""

@@ -121,17 +121,16 @@ class LLM:
 
     def _weight_tree(self, directory: Path, progress: Progress | None) -> WeightTree:
         wanted, resident = self.options.draft_tokens, matmul_dtype(self.dtype, self.device)
-        with_mtp = None if wanted is None else wanted > 0
         shared: dict[str, Any] = {"linear_dtype": resident, "device": self.device}
         if not self.options.random_weights:
+            with_mtp = None if wanted is None else wanted > 0
             return load_weights(directory, self.config, **shared, with_mtp=with_mtp, progress=progress)
-        num_layers = self.options.num_layers or self.config.num_hidden_layers
-        self.config = self.config.first_layers(num_layers)
-        if with_mtp is None:
-            with_mtp = self.config.num_nextn_predict_layers > 0
-        return random_weights(
-            directory, self.config, **shared, with_mtp=with_mtp, seed=self.seed, num_layers=num_layers
-        )
+        self.config = self.config.first_layers(self.options.num_layers or self.config.num_hidden_layers)
+        declared = self.config.num_nextn_predict_layers > 0
+        if wanted and not declared:
+            raise ValueError(f"draft_tokens is {wanted} and the config declares no MTP layer; leave it out")
+        with_mtp = declared and wanted != 0
+        return random_weights(directory, self.config, **shared, with_mtp=with_mtp, seed=self.seed)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling as the checkpoint's generation_config.json says (else greedy), with `changes` applied."""

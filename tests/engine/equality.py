@@ -65,7 +65,7 @@ def subject(name: str, dtype: torch.dtype = torch.float32) -> Subject:
     # A slow decay: the state of a boundary matters to the end of the prompt.
     decay = {
         spec.name: tiny.normal(*spec.shape, seed=i) - 3
-        for i, spec in enumerate(parameter_specs(config, num_layers=5))
+        for i, spec in enumerate(parameter_specs(config))
         if spec.name.endswith("dt_bias")
     }
     weights = tiny.tree(decay, config)

@@ -138,9 +138,7 @@ class Speculation:
                 chunk.draft_start + 1 - mtp.first_slot - chunk.start
             )  # row of the first token without draft row
             token_ids += turn.known[first:]
-            if (
-                first == 0
-            ):  # its hidden state came with the forward before; a copy, for the companion moves on
+            if first == 0:  # its hidden state came with the forward before; the companion moves on below
                 previous.append(cache.hidden[chunk.companion_slot].clone().unsqueeze(0))
             previous.append(turn.hidden[max(first - 1, 0) : first - 1 + len(token_ids) - row])
             turn.draft_segment = Segment(

@@ -38,7 +38,7 @@ def check(one: Rounds, other: Rounds, request: Request, known: Plain) -> None:
 
 
 def check_checkpoints(one: Rounds, other: Rounds, plan: StepPlan) -> set[tuple[int, int]]:
-    """Checkpoints that a step had planned, request i having text i; of those that stand (tokens into the step, accepted)."""
+    """Checkpoints that a step had planned; (tokens into the step, accepted drafts) of those that stand."""
     standing = set()
     for chunk in plan.chunks:
         request = one.requests[chunk.request_id]

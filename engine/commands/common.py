@@ -11,7 +11,9 @@ import torch
 from engine.commands.policy_options import add_policy_arguments
 from engine.llm import EMBEDDED_MODEL, LLM
 from engine.options import DEFAULT_DRAFT_TOKENS, DTYPES, MAX_DRAFT_TOKENS, EngineOptions
+from engine.output import SpeculationStatistics
 
+HEALTHY_ACCEPTANCE, HEALTH_STEPS = 0.2, 50  # at the first position, and verify steps before it is judged
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineOptions)}
 
 
@@ -28,8 +30,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
-    """How the draft layer speculates. It changes the speed, and no greedy token."""
-    add = parser.add_argument_group("speculation").add_argument
+    """How the draft layer speculates."""
+    add = parser.add_argument_group("speculation: it changes the speed, and no greedy token").add_argument
     add("--draft-tokens", type=int, metavar="N",
         help=f"a step, 0 to {MAX_DRAFT_TOKENS} (default: {DEFAULT_DRAFT_TOKENS}, 0 without an MTP layer)")  # fmt: skip
     add("--no-index-share", dest="index_share", action="store_false",
@@ -46,7 +48,25 @@ def load_engine(args: argparse.Namespace) -> LLM:
     used = f"{llm.draft_tokens} drafts per step" if llm.draft_tokens else "in the checkpoint, not used"
     mtp = used if llm.has_mtp else "none"
     print(f"stop ids {', '.join(map(str, llm.stop_ids)) or 'none'}; MTP layer: {mtp}", file=sys.stderr)
+    parts = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in llm.cache_parts.items())
+    print(f"cache: {parts}", file=sys.stderr)
     return llm
+
+
+def report_drafts(statistics: SpeculationStatistics) -> None:
+    """A line on stderr about the verify steps, if there were any, and one more if the draft layer looks broken."""
+    if not statistics.verify_steps:
+        return
+    first, *_ = acceptance = statistics.acceptance
+    shown = " ".join(f"{rate:.2f}" for rate in acceptance)
+    counts = f"{statistics.verify_steps} verify steps, accepted {shown} by position"
+    print(f"drafts: {counts}, {statistics.mean_accepted_length:.2f} tokens per step", file=sys.stderr)
+    if statistics.verify_steps >= HEALTH_STEPS and first < HEALTHY_ACCEPTANCE:
+        print(
+            f"drafts: {first:.2f} at the first position, expected at least {HEALTHY_ACCEPTANCE}; check that the MTP"
+            " layer was trained with this trunk and is rounded no coarser than released, or use --draft-tokens 0",
+            file=sys.stderr,
+        )
 
 
 def decode_utf8(content: bytes, name: str) -> str:

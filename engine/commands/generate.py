@@ -1,7 +1,9 @@
 """Generate text from prompts, streaming it to stdout.
 
 Prompts come from the arguments, `--prompt-file`, `--prompt-ids`, or stdin when none of these is given; all run
-together and are printed one after the other. Stdout carries the answers (or one JSON document) alone.
+together and are printed one after the other. Stdout carries the answers (or one JSON document) alone. With drafts,
+a verify step brings the accepted ones and one token more; `accepted` at position i is the share of steps with a draft
+at i that accepted it and all before it.
 """
 
 import argparse
@@ -12,7 +14,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from engine.commands.common import add_engine_arguments, decode_utf8, load_engine
+from engine.commands.common import (
+    add_drafting_arguments,
+    add_engine_arguments,
+    decode_utf8,
+    load_engine,
+    report_drafts,
+)
 from engine.conversation import Conversation
 from engine.llm import LLM, Prompt
 from engine.output import Delta, Result
@@ -37,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--reasoning-effort", choices=REASONING_EFFORTS, help="with --chat, where the template has it")
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
+    add_drafting_arguments(parser)
     add = parser.add_argument_group("random weights").add_argument
     add("--random-weights", action="store_true", help="seeded values in the declared formats")
     add("--num-layers", type=int, metavar="N", help="only the first N layers, with --random-weights")
@@ -82,9 +91,11 @@ def run(args: argparse.Namespace) -> int:
         prompts: list[Prompt] = [conversation(llm, args).ask(text) if args.chat else text for text in texts]
         results, interrupted = run_prompts(llm, [*prompts, *ids], params, args.chat, show)
     if args.json:
-        print(json.dumps({"model": args.model, "seed": llm.seed, "results": [as_json(r) for r in results]}))
+        facts = {"model": args.model, "seed": llm.seed, "speculation": speculation_json(llm)}
+        print(json.dumps(facts | {"results": [as_json(r) for r in results]}))
     else:
         report(results, llm.seed)
+        report_drafts(llm.statistics)
     return 130 if interrupted else int(any(result.finish_reason == "error" for result in results))
 
 
@@ -202,6 +213,11 @@ class Printer:
                 if delta.finish_reason is not None:
                     print(flush=True)
                     self._current += 1
+
+
+def speculation_json(llm: LLM) -> dict[str, Any]:
+    """The engine's counts of verify steps, of all results together."""
+    return asdict(llm.statistics) | {"mean_accepted_length": llm.statistics.mean_accepted_length}
 
 
 def as_json(result: Result) -> dict[str, Any]:

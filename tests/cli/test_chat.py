@@ -179,7 +179,7 @@ class TestTurns:
 
     @pytest.mark.parametrize("policy", ["generic", "seed", "vllm-0.33", "ours", "none"])
     def test_answers_do_not_depend_on_the_policy(self, capsys: Capture, tmp_path: Path, policy: str) -> None:
-        path = self.file(tmp_path, FIRST, SECOND)
+        path = self.file(tmp_path, FIRST * 2, SECOND)  # two blocks at least: two policies give one up
         expected = self.results(capsys, path, "--no-prefix-cache", "--dtype", "float32", *SHORT)
         found = self.results(capsys, path, "--policy", policy, "--dtype", "float32", *SHORT)
         assert [r["token_ids"] for r in found] == [r["token_ids"] for r in expected]
@@ -201,7 +201,13 @@ class TestTurns:
         copyfile(TEMPLATE, tmp_path / "model" / "chat_template.jinja")
         script_tokens(monkeypatch, [*tokenizer.encode("abc</think>def"), 0] * 2)
         found = self.results(
-            capsys, self.file(tmp_path, "Who?", "Why?"), "--chat", "--model", tmp_path / "model"
+            capsys,
+            self.file(tmp_path, "Who?", "Why?"),
+            "--chat",
+            "--model",
+            tmp_path / "model",
+            "--draft-tokens",
+            0,
         )
         assert [(r["reasoning"], r["text"]) for r in found] == [("abc", "def")] * 2
 

@@ -9,9 +9,7 @@ and accept without drafts, t_verify is verify, accept and roll back, t_draft is 
 
 import argparse
 import json
-import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -33,10 +31,9 @@ class Timed:
     def __init__(self, args: argparse.Namespace, depth: int) -> None:
         kv_tokens = 4 * (args.after + args.decode)
         self.llm = LLM(args.model or EMBEDDED_MODEL, draft_tokens=depth, kv_tokens=kv_tokens)
-        speculation = self.llm.runner.speculation
-        for name in PARTS:
-            setattr(speculation, name, self._timed(name, getattr(speculation, name)))
         self.reset()
+        for name in PARTS:
+            self._time(name)
 
     def reset(self) -> None:
         """Forget what was counted."""
@@ -44,19 +41,21 @@ class Timed:
         self.parts = dict.fromkeys(PARTS, 0.0)
         self.llm.statistics = SpeculationStatistics(self.llm.draft_tokens)
 
-    def _timed(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+    def _time(self, name: str) -> None:
+        speculation = self.llm.runner.speculation
+        method = getattr(speculation, name)
+
         def timed(*args: Any) -> Any:
             started = time.perf_counter()
             result = method(*args)
             self.parts[name] += time.perf_counter() - started
             return result
 
-        return timed
+        setattr(speculation, name, timed)
 
     def answer(self, prompt: list[int], params: SamplingParams) -> None:
         """Answer one prompt; what it took until its first token is not counted."""
-        result = self.llm.result(self.llm.add_request(prompt, params))
-        before = dict(self.parts)
+        result, before = self.llm.result(self.llm.add_request(prompt, params)), dict(self.parts)
         while not result.token_ids:
             self.llm.step()
         self.parts, started = before, time.perf_counter()
@@ -66,14 +65,10 @@ class Timed:
         self.seconds += time.perf_counter() - started
         self.tokens += len(result.token_ids) - 1
 
-    @property
-    def tokens_per_s(self) -> float:
-        """Of decode steps."""
-        return self.tokens / self.seconds
-
-    def ms_per_step(self, *parts: str) -> float:
-        """Of the named parts."""
-        return 1e3 * sum(self.parts[name] for name in parts) / self.steps
+    def ms_per_step(self) -> dict[str, float]:
+        """By part, and what is outside the round."""
+        parts = {name: 1e3 * seconds / self.steps for name, seconds in self.parts.items()}
+        return parts | {"other": 1e3 * self.seconds / self.steps - sum(parts.values())}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -81,80 +76,58 @@ def run(args: argparse.Namespace) -> int:
     if args.decode < 3:  # two tokens after the prompt's: then a step can verify a draft
         raise ValueError(f"--decode is {args.decode}, expected at least 3 with --speculation")
     torch.set_num_threads(args.threads)
-    plain, drafting = Timed(args, 0), Timed(args, DEFAULT_DRAFT_TOKENS)
-    prompts = cut_prompts(
-        plain.llm.encode(decode_utf8(args.speculation.read_bytes(), str(args.speculation))), args
-    )
-    report = {"machine": machine(args.threads), "prompts": len(prompts), "tokens": args.decode}
-    results = [measure(plain, drafting, prompts, args.decode, each) for each in TEMPERATURES]
-    print(json.dumps(report | {"results": results}, indent=1) if args.json else table(report, results))
+    engines = [Timed(args, depth) for depth in (0, DEFAULT_DRAFT_TOKENS)]
+    ids = engines[0].llm.encode(decode_utf8(args.speculation.read_bytes(), str(args.speculation)))
+    if len(ids) < args.repeat * args.after:
+        wanted = (
+            f"--repeat {args.repeat} prompts of --after {args.after} tokens; lower one, or give more text"
+        )
+        raise ValueError(f"{args.speculation} has {len(ids)} tokens, too few for {wanted}")
+    starts = [i * len(ids) // args.repeat for i in range(args.repeat)]
+    prompts = [ids[start : start + args.after] for start in starts]
+    results = [measure(engines, prompts, args.decode, temperature) for temperature in TEMPERATURES]
+    facts = {"machine": machine(args.threads), "prompts": args.repeat, "tokens": args.decode}
+    print(json.dumps(facts | {"results": results}, indent=1) if args.json else table(results))
     return 0
 
 
-def cut_prompts(ids: list[int], args: argparse.Namespace) -> list[list[int]]:
-    """`--repeat` prompts of `--after` tokens at equal distances. ValueError if the text is shorter than they are."""
-    if len(ids) < args.repeat * args.after:
-        needed = (
-            f"--repeat {args.repeat} prompts of --after {args.after} tokens; lower one, or give more text"
-        )
-        raise ValueError(f"{args.speculation} has {len(ids)} tokens, too few for {needed}")
-    starts = (i * len(ids) // args.repeat for i in range(args.repeat))
-    return [ids[start : start + args.after] for start in starts]
-
-
 def measure(
-    plain: Timed, drafting: Timed, prompts: list[list[int]], num_tokens: int, temperature: float
+    engines: list[Timed], prompts: list[list[int]], num_tokens: int, temperature: float
 ) -> dict[str, Any]:
-    """Both engines in turn on every prompt, after a prompt to warm up."""
+    """Both engines in turn on every prompt, after one to warm up; costs in milliseconds per step."""
     for number, prompt in enumerate([prompts[0], *prompts]):
-        for engine in (plain, drafting):
+        for engine in engines:
             engine.answer(prompt, SamplingParams(num_tokens, temperature, seed=number, ignore_eos=True))
             if number == 0:
                 engine.reset()
-        if sys.stderr.isatty():
-            print(f"temperature {temperature}: prompt {number} of {len(prompts)}", file=sys.stderr)
-    return {"temperature": temperature} | compared(plain, drafting)
-
-
-def compared(plain: Timed, drafting: Timed) -> dict[str, Any]:
-    """The figures of one temperature; costs in milliseconds per step."""
-    found = drafting.llm.statistics
-    assert found.mean_accepted_length is not None
-    ratio = drafting.tokens_per_s / plain.tokens_per_s
-    ceiling = (
-        found.mean_accepted_length * plain.ms_per_step("verify", "accept") / drafting.ms_per_step(*PARTS)
-    )
-    costs = {}
-    for engine in (plain, drafting):
-        parts = {name: engine.ms_per_step(name) for name in PARTS}
-        other = 1e3 * engine.seconds / engine.steps - sum(parts.values())
-        costs[f"depth {engine.llm.draft_tokens}"] = parts | {"other": other}
+    costs, found = [engine.ms_per_step() for engine in engines], engines[1].llm.statistics
+    speeds = [engine.tokens / engine.seconds for engine in engines]
+    forward, rounds = costs[0]["verify"] + costs[0]["accept"], sum(costs[1][name] for name in PARTS)
+    ratio, ceiling = speeds[1] / speeds[0], (found.mean_accepted_length or 1) * forward / rounds
     return {
+        "temperature": temperature,
         "acceptance": found.acceptance,
         "mean_accepted_length": found.mean_accepted_length,
-        "tokens_per_s": [plain.tokens_per_s, drafting.tokens_per_s],
+        "tokens_per_s": speeds,
         "ratio": ratio,
         "ceiling": ceiling,
         "ratio_over_ceiling": ratio / ceiling,
-        "ms_per_step": costs,
+        "ms_per_step": {f"depth {e.llm.draft_tokens}": cost for e, cost in zip(engines, costs, strict=True)},
     }
 
 
-def table(report: dict[str, Any], results: list[dict[str, Any]]) -> str:
+def table(results: list[dict[str, Any]]) -> str:
     """The figures for people."""
-    facts = report["machine"]
-    lines = [f"{facts['cpu']}, {facts['threads']} thread(s), torch {facts['torch']}, {facts['date']}"]
-    lines.append(f"{report['prompts']} prompts, {report['tokens']} tokens each")
+    lines = []
     for row in results:
         accepted = " ".join(f"{rate:.2f}" for rate in row["acceptance"])
-        without, with_drafts = row["tokens_per_s"]
+        length, (without, drafting) = row["mean_accepted_length"], row["tokens_per_s"]
+        speeds = f"{drafting:.1f} over {without:.1f} tokens/s, {row['ratio']:.2f}x"
         lines += [
-            f"\ntemperature {row['temperature']}: accepted {accepted} by position,"
-            f" {row['mean_accepted_length']:.2f} tokens per step",
-            f"  {without:.1f} and {with_drafts:.1f} tokens/s, {row['ratio']:.2f}x;"
-            f" ceiling {row['ceiling']:.2f}x, of which {row['ratio_over_ceiling']:.0%}",
+            f"temperature {row['temperature']}: accepted {accepted} by position, {length:.2f} tokens per step"
         ]
+        lines += [f"  {speeds}; {row['ratio_over_ceiling']:.0%} of the ceiling {row['ceiling']:.2f}x"]
         for depth, costs in row["ms_per_step"].items():
             cells = ", ".join(f"{name.replace('_', ' ')} {ms:.2f}" for name, ms in costs.items() if ms)
-            lines.append(f"  {depth}, ms per step: {cells}")
+            lines += [f"  {depth}, ms per step: {cells}"]
     return "\n".join(lines)

@@ -8,14 +8,8 @@ on stderr tells prompt, cached and recomputed tokens, time to first token and sp
 import argparse
 import sys
 
-from engine.commands.common import (
-    add_drafting_arguments,
-    add_engine_arguments,
-    decode_utf8,
-    load_engine,
-    report_drafts,
-)
-from engine.commands.generate import Printer, add_sampling_arguments, params_from, run_prompts
+from engine.commands.common import add_engine_arguments, decode_utf8, load_engine
+from engine.commands.generate import Printer, add_sampling_arguments, params_from, report_drafts, run_prompts
 from engine.conversation import Conversation
 from engine.output import Result, SpeculationStatistics
 from scheduler.scheduler import RequestRefused
@@ -32,7 +26,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--system", metavar="TEXT", help="system message, in the template")
     add_sampling_arguments(parser)
     add_engine_arguments(parser)
-    add_drafting_arguments(parser)
 
 
 def run(args: argparse.Namespace) -> int:

@@ -11,9 +11,7 @@ import torch
 from engine.commands.policy_options import add_policy_arguments
 from engine.llm import EMBEDDED_MODEL, LLM
 from engine.options import DEFAULT_DRAFT_TOKENS, DTYPES, MAX_DRAFT_TOKENS, EngineOptions
-from engine.output import SpeculationStatistics
 
-HEALTHY_ACCEPTANCE, HEALTH_STEPS = 0.2, 50  # at the first position, and verify steps before it is judged
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineOptions)}
 
 
@@ -51,22 +49,6 @@ def load_engine(args: argparse.Namespace) -> LLM:
     parts = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in llm.cache_parts.items())
     print(f"cache: {parts}", file=sys.stderr)
     return llm
-
-
-def report_drafts(statistics: SpeculationStatistics) -> None:
-    """A line on stderr about the verify steps, if there were any, and one more if the draft layer looks broken."""
-    if not statistics.verify_steps:
-        return
-    first, *_ = acceptance = statistics.acceptance
-    shown = " ".join(f"{rate:.2f}" for rate in acceptance)
-    counts = f"{statistics.verify_steps} verify steps, accepted {shown} by position"
-    print(f"drafts: {counts}, {statistics.mean_accepted_length:.2f} tokens per step", file=sys.stderr)
-    if statistics.verify_steps >= HEALTH_STEPS and first < HEALTHY_ACCEPTANCE:
-        print(
-            f"drafts: {first:.2f} at the first position, expected at least {HEALTHY_ACCEPTANCE}; check that the MTP"
-            " layer was trained with this trunk and is rounded no coarser than released, or use --draft-tokens 0",
-            file=sys.stderr,
-        )
 
 
 def decode_utf8(content: bytes, name: str) -> str:

@@ -12,7 +12,6 @@ from model.config import Glm5NextConfig
 from model.glm5_next import TrunkCache
 from model.indexer import IndexCache
 from model.kda import KdaState
-from model.linear import matmul_dtype
 from model.mla import MlaCache
 from model.mtp import DraftCache
 
@@ -58,14 +57,18 @@ def allocate_trunk(
 
 
 def allocate_draft(
-    config: Glm5NextConfig, shape: CacheShape, dtype: torch.dtype, device: torch.device
+    config: Glm5NextConfig,
+    shape: CacheShape,
+    dtype: torch.dtype,
+    device: torch.device,
+    hidden_dtype: torch.dtype,
 ) -> DraftCache:
-    """Pages and companions of the draft layer."""
+    """Pages and companions of the draft layer; `hidden_dtype` is that of the trunk's activations."""
     # Rows of known tokens never have to be taken back. Only passes with an index of their own write others.
     ring_rows = config.index_kpool + (shape.draft_tokens - 1 if shape.own_index else 0)
     mla = allocate_mla(config, shape, dtype, device, ring_rows)
-    activation = matmul_dtype(dtype, device)
-    return DraftCache(mla, torch.empty(shape.num_slots, config.hidden_size, dtype=activation, device=device))
+    hidden = torch.empty(shape.num_slots, config.hidden_size, dtype=hidden_dtype, device=device)
+    return DraftCache(mla, hidden)
 
 
 def allocate_mla(

@@ -16,7 +16,7 @@ import torch
 
 from engine.cache import CacheShape, allocate_draft, allocate_trunk
 from engine.commands.policy_options import policy_from
-from engine.memory_plan import cache_parts, default_kv_tokens, require_memory
+from engine.memory_plan import cache_parts, default_kv_tokens, keep_freed_memory, require_memory
 from engine.options import DEFAULT_DRAFT_TOKENS, DTYPES, EngineOptions
 from engine.output import Delta, Output, Result, SpeculationStatistics
 from engine.runner import Runner
@@ -71,6 +71,8 @@ class LLM:
     def _load(self, directory: Path, progress: Progress | None) -> None:
         options, device, dtype = self.options, self.device, self.dtype
         tree = self._weight_tree(directory, progress)
+        if device.type == "cpu":
+            keep_freed_memory()
         config, remedy = self.config, "use a smaller model or another device"
         require_memory("the weights need", tree.resident_bytes, device, remedy)
         self.model = Glm5Next(tree, config, dtype, device)
@@ -86,11 +88,11 @@ class LLM:
         tree.finish()
         self.has_mtp = tree.has_mtp  # whether the checkpoint has a draft layer
         kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device, self.draft_tokens)
-        own_index = not options.index_share
+        self.index_share = options.index_share and config.index_share_for_mtp_iteration
         shape = CacheShape(
             max(kv_tokens // policy.block_size, 1), policy.block_size,
             options.max_running_requests + options.checkpoint_slots,
-            options.max_running_requests, self.draft_tokens, own_index,
+            options.max_running_requests, self.draft_tokens, not self.index_share,
         )  # fmt: skip
         self._allocate(shape)
         self.scheduler = Scheduler(
@@ -100,36 +102,35 @@ class LLM:
             max_running_requests=options.max_running_requests,
             context_limit=config.max_position_embeddings,
             draft_tokens=self.draft_tokens,
-            scratch_tokens=self.draft_tokens if own_index else min(self.draft_tokens, 1),
+            scratch_tokens=min(self.draft_tokens, 1) if self.index_share else self.draft_tokens,
             debug=options.debug,
         )
 
     def _allocate(self, shape: CacheShape) -> None:
         config, dtype, device = self.config, self.dtype, self.device
-        state_dtype = DTYPES[self.options.state_dtype]
+        state_dtype, hidden_dtype = DTYPES[self.options.state_dtype], matmul_dtype(dtype, device)
         what = f"the cache ({shape.num_blocks} blocks, {shape.num_slots} slots) needs"
-        self.cache_parts = cache_parts(config, dtype, shape, state_dtype)
+        self.cache_parts = cache_parts(config, dtype, shape, state_dtype, hidden_dtype)
         remedy = "lower kv_tokens, checkpoint_slots or max_running_requests"
         require_memory(what, sum(self.cache_parts.values()), device, remedy)
         cache, drafter = allocate_trunk(config, shape, dtype, device, state_dtype), None
         if self.mtp is not None:
-            draft_cache = allocate_draft(config, shape, dtype, device)
-            drafter = Drafter(self.mtp, draft_cache, self.draft_tokens, self.options.index_share)
+            draft_cache = allocate_draft(config, shape, dtype, device, hidden_dtype)
+            drafter = Drafter(self.mtp, draft_cache, self.draft_tokens, self.index_share)
         self.runner = Runner(self.model, cache, drafter)
 
     def _weight_tree(self, directory: Path, progress: Progress | None) -> WeightTree:
         wanted, resident = self.options.draft_tokens, matmul_dtype(self.dtype, self.device)
-        with_mtp = None if wanted is None else wanted > 0
         shared: dict[str, Any] = {"linear_dtype": resident, "device": self.device}
         if not self.options.random_weights:
+            with_mtp = None if wanted is None else wanted > 0
             return load_weights(directory, self.config, **shared, with_mtp=with_mtp, progress=progress)
-        num_layers = self.options.num_layers or self.config.num_hidden_layers
-        self.config = self.config.first_layers(num_layers)
-        if with_mtp is None:
-            with_mtp = self.config.num_nextn_predict_layers > 0
-        return random_weights(
-            directory, self.config, **shared, with_mtp=with_mtp, seed=self.seed, num_layers=num_layers
-        )
+        self.config = self.config.first_layers(self.options.num_layers or self.config.num_hidden_layers)
+        declared = self.config.num_nextn_predict_layers > 0
+        if wanted and not declared:
+            raise ValueError(f"draft_tokens is {wanted} and the config declares no MTP layer; leave it out")
+        with_mtp = declared and wanted != 0
+        return random_weights(directory, self.config, **shared, with_mtp=with_mtp, seed=self.seed)
 
     def default_params(self, **changes: Any) -> SamplingParams:
         """Sampling as the checkpoint's generation_config.json says (else greedy), with `changes` applied."""

@@ -22,7 +22,7 @@ from engine.sampling import Sampler, SamplingError, token_log_probs
 from model.batch import Batch, Export, Segment
 from model.glm5_next import Glm5Next, TrunkCache
 from model.mtp import DraftCache, Mtp
-from scheduler.plan import ScheduledChunk, TokenLogProbs
+from scheduler.plan import Checkpoint, ScheduledChunk, TokenLogProbs
 
 
 @dataclass
@@ -55,6 +55,11 @@ class Turn:
     def computed(self) -> int:
         """Tokens that the trunk has computed and that stand."""
         return self.chunk.end - self.chunk.num_drafts + max(len(self.tokens) - 1, 0)
+
+    @property
+    def reached(self) -> list[Checkpoint]:
+        """Checkpoints at boundaries that the accepted run has reached."""
+        return [checkpoint for checkpoint in self.chunk.exports if checkpoint.position <= self.computed]
 
     @property
     def known(self) -> tuple[int, ...]:
@@ -120,10 +125,9 @@ class Speculation:
         for turn in turns:
             chunk, segment = turn.chunk, turn.segment
             if segment.replay is not None:
-                passed = [Export(c.position - chunk.start, c.slot) for c in chunk.exports]
-                reached = [export for export in passed if export.num_tokens <= len(turn.tokens)]
-                running = Export(len(turn.tokens), segment.slot)
-                self.cache.recurrent.roll_back(segment.slot, segment.replay, (*reached, running))
+                exports = [Export(c.position - chunk.start, c.slot) for c in turn.reached]
+                exports.append(Export(len(turn.tokens), segment.slot))
+                self.cache.recurrent.roll_back(segment.slot, segment.replay, tuple(exports))
 
     def catch_up(self, turns: list[Turn]) -> Tensor:
         """Step 4: the residual rows [rows, hidden_size] of tokens that became known. Writing them is all that later
@@ -134,32 +138,31 @@ class Speculation:
         previous = []
         for turn in turns:
             chunk, row = turn.chunk, len(token_ids)
-            first = (
-                chunk.draft_start + 1 - mtp.first_slot - chunk.start
-            )  # row of the first token without draft row
+            # the row of the first token that has no draft row yet
+            first = chunk.draft_start + 1 - mtp.first_slot - chunk.start
             token_ids += turn.known[first:]
             if first == 0:  # its hidden state came with the forward before
                 previous.append(cache.hidden[chunk.companion_slot].unsqueeze(0))
             previous.append(turn.hidden[max(first - 1, 0) : first - 1 + len(token_ids) - row])
+            exports = tuple(Export(c.position - chunk.draft_start, c.companion or 0) for c in turn.reached)
             turn.draft_segment = Segment(
                 row, len(token_ids) - row, chunk.draft_start, chunk.companion_slot or 0, turn.own.tables[1],
-                self.leave_companions(turn), chunk.write_from,
+                exports, chunk.write_from,
             )  # fmt: skip
         ids = torch.tensor(token_ids, dtype=torch.int64, device=self.trunk.device)
         x = mtp.enter(ids, torch.cat(previous))
         mtp.write(x, Batch(ids, tuple(t.draft_segment for t in turns if t.draft_segment)), cache.mla)
+        for turn in turns:  # only now: `previous` reads what the forward before left there
+            self.leave_companions(turn)
         return x
 
-    def leave_companions(self, turn: Turn) -> tuple[Export, ...]:
-        """Keep the hidden state before every boundary that stands, and before the next token; the exports that keep raw
-        index rows there."""
+    def leave_companions(self, turn: Turn) -> None:
+        """Keep the hidden states before every boundary that stands, and before the next token."""
         assert self.drafter is not None
-        chunk, hidden = turn.chunk, self.drafter.cache.hidden
-        reached = [c for c in chunk.exports if c.position <= turn.computed]
-        for checkpoint in reached:
-            hidden[checkpoint.companion] = turn.hidden[checkpoint.position - 1 - chunk.start]
-        hidden[chunk.companion_slot] = turn.hidden[turn.computed - 1 - chunk.start]
-        return tuple(Export(c.position - chunk.draft_start, c.companion or 0) for c in reached)
+        hidden, start = self.drafter.cache.hidden, turn.chunk.start
+        for checkpoint in turn.reached:
+            hidden[checkpoint.companion] = turn.hidden[checkpoint.position - 1 - start]
+        hidden[turn.chunk.companion_slot] = turn.hidden[turn.computed - 1 - start]
 
     def draft(self, turns: list[Turn], x: Tensor) -> None:
         """Step 5. Pass 1 reads the row of each request's last known token, a later pass the row of its draft."""

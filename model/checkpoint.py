@@ -89,8 +89,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     found = _canonical(headers)
     mtp_prefix = f"layers.{config.num_hidden_layers}."
     # The draft head is the trunk's; a copy or placeholder in the file is never read.
-    unused = [name for name in found if name.startswith(mtp_prefix + "shared_head.head.")]
-    skipped += [found.pop(name) for name in unused]
+    draft_head = f"{mtp_prefix}shared_head.head."
+    skipped += [found.pop(name) for name in list(found) if name.startswith(draft_head)]
     has_mtp = any(name.startswith(mtp_prefix) for name in found)
     parameters, problems = {}, []
     for spec in parameter_specs(config, with_mtp=has_mtp):
@@ -101,8 +101,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     skipped += [found.pop(name) for name in list(found) if name.endswith(UNUSED_SCALES)]
     problems += [f"{name}: unknown tensor {tensor.describe()}" for name, tensor in found.items()]
     hint = RESAVED_HINT if any(RESAVED.search(name) for name in found) else "download the directory again"
-    trunk, mtp = _apart(problems, mtp_prefix)
-    raise_if_any(directory, trunk, hint)
+    raise_if_any(directory, (p for p in problems if not p.startswith(mtp_prefix)), hint)
     declaration = parse_quantization(directory, raw_config)
     # The MTP layer's precision follows its tensors.
     contradictions = (
@@ -113,16 +112,10 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         and (declared := declaration.format_of(stored.spec.stem)) not in (None, stored.format)
     )
     raise_if_any(directory, contradictions, CONTRADICTION_HINT)
-    trunk, mixed_mtp = _apart(_mixed_stacks(parameters), mtp_prefix)
-    raise_if_any(directory, trunk, MIXED_HINT)
-    return Checkpoint(parameters, tuple(skipped), has_mtp, (*mtp, *mixed_mtp))
-
-
-def _apart(problems: Iterable[str], mtp_prefix: str) -> tuple[list[str], list[str]]:
-    """Problems of the trunk, and of the MTP layer."""
-    listed = list(problems)
-    mtp = [problem for problem in listed if problem.startswith(mtp_prefix)]
-    return [problem for problem in listed if not problem.startswith(mtp_prefix)], mtp
+    mixed = list(_mixed_stacks(parameters))
+    raise_if_any(directory, (p for p in mixed if not p.startswith(mtp_prefix)), MIXED_HINT)
+    # The problems that did not stop it here are the MTP layer's.
+    return Checkpoint(parameters, tuple(skipped), has_mtp, (*problems, *mixed))
 
 
 def _mixed_stacks(parameters: Mapping[str, StoredParameter]) -> Iterator[str]:

@@ -19,7 +19,7 @@ DENOMINATOR_EPS = 1e-20  # fixed by the architecture, not a config field
 # Groups of rows are padded to a multiple of this. Matrix kernels treat fewer rows differently; with padding, a
 # row's result does not depend on how many others chose the same expert.
 ROW_PADDING = 16
-FEW_PAIRS = 32  # of a row and an expert: up to here one batch is cheaper than an expert at a time
+FEW_ROWS_BYTES = 16 << 20  # of expanded experts; up to here one batch is cheaper than an expert at a time
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:
@@ -73,23 +73,24 @@ class Moe:
         # [experts, 2, intermediate, hidden]: gate and up of an expert side by side, each with its own scales
         self.gate_up, self.down = tree.experts("gate_proj", "up_proj"), tree.experts("down_proj")
         self.limit, self.dtype = config.swiglu_limit, dtype
+        self.expanded_bytes = 3 * config.hidden_size * config.moe_intermediate_size * dtype.itemsize
 
     def forward(self, x: Tensor) -> Tensor:
         experts, weights = self.router.route(x)
         x = x.to(self.dtype)
-        few = experts.numel() <= FEW_PAIRS
-        routed = self._by_pair(x, experts, weights) if few else self._by_expert(x, experts, weights)
+        few = experts.numel() * self.expanded_bytes <= FEW_ROWS_BYTES
+        routed = self._few_rows(x, experts, weights) if few else self._by_expert(x, experts, weights)
         return routed + self.shared.forward(x)
 
-    def _by_pair(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
-        """Few rows: every pair of a row and one of its experts as one of a batch of products."""
-        pairs, top_k = experts.flatten(), experts.shape[1]
-        rows = x.repeat_interleave(top_k, 0).unsqueeze(1)  # [pairs, 1, hidden]
-        gate_up = self.gate_up.select(pairs).expand(self.dtype).flatten(1, 2)
-        gate, up = torch.bmm(rows, gate_up.transpose(1, 2)).chunk(2, dim=2)
-        down = self.down.select(pairs).expand(self.dtype)
-        outputs = torch.bmm(clamped_swiglu(gate, up, self.limit), down.transpose(1, 2)).float()
-        return torch.bmm(weights.unsqueeze(1), outputs.view(len(x), top_k, -1)).squeeze(1)
+    def _few_rows(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+        """Every row through every expert that one of them chose, as one batch: expanding the experts is what costs."""
+        hit, place = experts.unique(return_inverse=True)
+        gate_up = self.gate_up.select(hit).expand(self.dtype).flatten(1, 2)
+        gate, up = torch.bmm(x.expand(len(hit), -1, -1), gate_up.transpose(1, 2)).chunk(2, dim=2)
+        down = self.down.select(hit).expand(self.dtype)
+        outputs = torch.bmm(clamped_swiglu(gate, up, self.limit), down.transpose(1, 2))
+        chosen = outputs[place, torch.arange(len(x), device=x.device).unsqueeze(1)]  # [rows, top_k, hidden]
+        return torch.bmm(weights.unsqueeze(1), chosen.float()).squeeze(1)
 
     def _by_expert(self, x: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
         """Many rows: one expert expanded at a time, its rows together, sums in expert order."""

@@ -38,11 +38,9 @@ class ParameterSpec:
         return self.name.removesuffix(".weight")
 
 
-def parameter_specs(
-    config: Glm5NextConfig, *, num_layers: int | None = None, with_mtp: bool = True
-) -> list[ParameterSpec]:
-    """The first `num_layers` trunk layers (default all), the MTP layer, embedding, final norm and head."""
-    trunk = config.num_hidden_layers if num_layers is None else num_layers
+def parameter_specs(config: Glm5NextConfig, *, with_mtp: bool = True) -> list[ParameterSpec]:
+    """The trunk layers (see `Glm5NextConfig.first_layers`), the MTP layer, embedding, final norm and head."""
+    trunk = len(config.layer_types)
     vocab, mtp_layer = (config.vocab_size, config.hidden_size), config.num_hidden_layers
     groups: list[tuple[int | None, Group]] = [(None, ("embedding", [("embed_tokens.weight", vocab, 0)]))]
     groups += [(layer, group) for layer in range(trunk) for group in _trunk_layer(config, layer)]

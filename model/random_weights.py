@@ -36,7 +36,6 @@ def random_weights(
     linear_dtype: torch.dtype,
     device: torch.device,
     seed: int,
-    num_layers: int | None,
     with_mtp: bool = True,
 ) -> WeightTree:
     """A tree of random weights. Formats follow the shards' headers in `directory`, else the declaration."""
@@ -52,7 +51,7 @@ def random_weights(
             return "plain"
         return declaration.format_of(spec.stem) or "plain"
 
-    specs = parameter_specs(config, num_layers=num_layers, with_mtp=with_mtp)
+    specs = parameter_specs(config, with_mtp=with_mtp)
     parameters = {spec.name: stored_as(spec, format_of(spec)) for spec in specs}
     return WeightTree(parameters, random_reader(parameters, seed), linear_dtype, device, has_mtp=with_mtp)
 

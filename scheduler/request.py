@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from scheduler.keys import KeyChain
-from scheduler.plan import Checkpoint
+from scheduler.plan import Checkpoint, ScheduledChunk, StepResult
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 Status = Literal["waiting", "running", "finished"]
@@ -72,7 +72,24 @@ class Request:
         generated = self.output[max(start - split, 0) : max(end - split, 0)]
         return (*self.prompt[start:end], *generated)
 
-    def receive(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
+    def cache_end(self, end: int, scratch_tokens: int) -> int:
+        """Tokens for which a chunk up to `end` needs pages: where it samples, drafting writes `scratch_tokens` more."""
+        return end if end < self.num_known_tokens else min(end + scratch_tokens, self.max_known_tokens)
+
+    def advance(self, chunk: ScheduledChunk, result: StepResult, max_drafts: int) -> "Advance":
+        """Take over what the request's chunk computed, sampled and proposed."""
+        tokens = result.tokens.get(self.request_id, ())
+        num_accepted_drafts = len(tokens) - 1 if tokens else 0
+        self.num_computed_tokens = chunk.end - chunk.num_drafts + num_accepted_drafts
+        self.num_drafted_tokens = result.num_drafted.get(self.request_id, self.num_drafted_tokens)
+        delivered, reason = self._receive(tokens)
+        self.drafts = ()
+        if reason is None and (drafts := result.drafts.get(self.request_id)):
+            # The step that accepts them all adds one token more.
+            self.drafts = drafts[: min(max_drafts, self.max_tokens - len(self.output) - 1)]
+        return Advance(self, delivered, reason)
+
+    def _receive(self, tokens: tuple[int, ...]) -> tuple[tuple[int, ...], FinishReason | None]:
         """Append new tokens one by one, up to a stop id, which is dropped, or the last allowed one; those appended, and
         whether that ends the request."""
         for count, token in enumerate(tokens):

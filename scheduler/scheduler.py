@@ -44,8 +44,8 @@ class Scheduler:
         self.blocks, self.max_batched_tokens, self.context_limit = blocks, max_batched_tokens, context_limit
         self.max_running_requests, self.mixed_prefill_tokens = max_running_requests, mixed_prefill_tokens
         self.draft_tokens, self.scratch_tokens, self.debug = draft_tokens, scratch_tokens, debug
-        policy = blocks.policy
-        self._last_row_needs_next = policy.drafting and policy.filing != "token"
+        self._last_row_needs_next = blocks.policy.drafting and blocks.policy.filing != "token"
+        self._no_pages: list[list[int]] = [[] for _ in blocks.groups]
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.num_preemptions = 0
@@ -84,8 +84,10 @@ class Scheduler:
             self.preempt(request)
         self._chunks, self._waits = {}, {}
         preemptions = self.num_preemptions
-        decoding = [r for r in self.running if r.decodes]
-        prefills = [r for r in self.running if not r.decodes]
+        decoding: list[Request] = []
+        prefills: list[Request] = []
+        for request in self.running:
+            (decoding if request.decodes else prefills).append(request)
         spare = max(self.max_batched_tokens - len(decoding), 0)
         for request in decoding[: self.max_batched_tokens]:
             if request.status == "running":
@@ -134,16 +136,10 @@ class Scheduler:
         start, size = request.num_computed_tokens, self.blocks.block_size
         rows = 1 + min(len(request.drafts), spare)
         end, held = start + rows, len(request.tables[0]) * size
-        if start // size == end // size and self._cache_end(request, end) <= held:
-            self._take(request, Chunk(end, reason="decode"))  # neither a page nor a slot is needed
+        if start // size == end // size and request.cache_end(end, self.scratch_tokens) <= held:
+            self._plan(request, Chunk(end, reason="decode"), self._no_pages)  # nor is a slot needed
             return rows - 1
         return max(self._place(request, (rows, rows)) - 1, 0)
-
-    def _cache_end(self, request: Request, end: int) -> int:
-        """Tokens for which a chunk up to `end` needs pages: where it samples, drafting follows."""
-        if end < request.num_known_tokens:
-            return end
-        return min(end + self.scratch_tokens, request.max_known_tokens)
 
     def _place(self, request: Request, offer: tuple[int, int]) -> int:
         """Plan a running request's chunk and take what it needs; its tokens, 0 if it has to wait."""
@@ -153,8 +149,8 @@ class Scheduler:
             chunk = self._fitted(request, start, request.junctions, offer, states)
             if chunk.end == start:
                 return self._wait(request, chunk.reason)
-            if self.blocks.blocks_for(self._cache_end(request, chunk.end)) - held <= pages:
-                self._take(request, chunk)
+            if self.blocks.blocks_for(request.cache_end(chunk.end, self.scratch_tokens)) - held <= pages:
+                self._plan(request, chunk, self._take(request, chunk))
                 return chunk.end - start
             if not self._preempt_youngest(request):
                 return self._wait(request, "waits for pages")
@@ -176,12 +172,13 @@ class Scheduler:
         if chunk.end == start:
             return self._wait(request, chunk.reason)
         shared = self.blocks.blocks_for(reuse.attention_to)
-        if self.blocks.blocks_for(self._cache_end(request, chunk.end)) - shared > pages:
+        if self.blocks.blocks_for(request.cache_end(chunk.end, self.scratch_tokens)) - shared > pages:
             return self._wait(request, "waits for pages")
         for holder in rolling:  # a slot to run in comes before private checkpoints, the youngest's first
             self.blocks.drop_rolling(holder)
         self.blocks.admit(request, reuse)
-        self._take(request, chunk, admitted=True)
+        self._take(request, chunk)
+        self._plan(request, chunk, request.tables, admitted=True)
         self.running.append(self.waiting.popleft())
         request.status = "running"
         if not request.num_preemptions:
@@ -192,23 +189,28 @@ class Scheduler:
         self._waits[request.request_id] = reason
         return 0
 
-    def _take(self, request: Request, chunk: Chunk, admitted: bool = False) -> None:
-        """Take the pages and slots that were counted, and make the chunk part of the step."""
-        start, end, known = request.num_computed_tokens, chunk.end, request.num_known_tokens
-        added = self.blocks.grow(request, self._cache_end(request, end))
+    def _take(self, request: Request, chunk: Chunk) -> list[list[int]]:
+        """Take the slots and pages that were counted; the new pages by group."""
         for position in states_of(chunk):
             self.blocks.reserve_checkpoint(request, position)
-        tables = request.tables if admitted else added
-        assert tables is not None, "pages that were counted are gone"
-        drafts = request.drafts[: max(end - known, 0)]
-        cut = f", {len(drafts)} of {len(request.drafts)} drafts: budget" if drafts != request.drafts else ""
+        added = self.blocks.grow(request, request.cache_end(chunk.end, self.scratch_tokens))
+        assert added is not None, "pages that were counted are gone"
+        return added
+
+    def _plan(self, request: Request, chunk: Chunk, pages: list[list[int]], admitted: bool = False) -> None:
+        """Make the chunk part of the step."""
+        start, end, known = request.num_computed_tokens, chunk.end, request.num_known_tokens
+        drafts, reason = request.drafts, chunk.reason
+        if known + len(drafts) > end and drafts:
+            drafts = drafts[: end - known]
+            reason += f", {len(drafts)} of {len(request.drafts)} drafts: budget"
         self._chunks[request.request_id] = ScheduledChunk(
             request_id=request.request_id,
             token_ids=(*request.tokens(start, end), *drafts),
             start=start,
             write_from=request.write_from,
             admitted=admitted,
-            new_blocks=tuple([tuple(pages) for pages in tables]),
+            new_blocks=tuple(map(tuple, pages)),
             recurrent_slot=request.recurrent_slot or 0,
             restore_from=request.restored,
             exports=tuple(request.reserved),
@@ -216,7 +218,7 @@ class Scheduler:
             rolling=chunk.rolling,
             samples=end >= known and request.max_tokens > 0,
             decodes=request.decodes,
-            reason=chunk.reason + cut,
+            reason=reason,
             limit=request.max_known_tokens,
             targets=request.tokens(start + 1, end + 1) if request.score_prompt else (),
             num_drafts=len(drafts),
@@ -268,7 +270,7 @@ class Scheduler:
                 continue
             del self._in_flight[chunk.request_id]
             completes = not chunk.decodes and chunk.end >= request.prefill_end
-            advance = self._advance(request, chunk, result)
+            advance = request.advance(chunk, result, self.draft_tokens)
             if completes and chunk.rolling is None:
                 self.blocks.end_prefill(request)
             self.blocks.commit(request, chunk.publishes, chunk.rolling)
@@ -278,17 +280,6 @@ class Scheduler:
         if self.debug:
             self.blocks.check(self.running)
         return advances
-
-    def _advance(self, request: Request, chunk: ScheduledChunk, result: StepResult) -> Advance:
-        request_id, tokens = request.request_id, result.tokens.get(request.request_id, ())
-        num_accepted_drafts = max(len(tokens) - 1, 0)
-        request.num_computed_tokens = chunk.end - chunk.num_drafts + num_accepted_drafts
-        request.num_drafted_tokens = result.num_drafted.get(request_id, request.num_drafted_tokens)
-        delivered, reason = request.receive(tokens)
-        # A step adds one token to the drafts that it accepts.
-        room = max(request.max_tokens - len(request.output) - 1, 0)
-        request.drafts = result.drafts.get(request_id, ())[: min(self.draft_tokens, room)]
-        return Advance(request, delivered, reason)
 
     def finish(self, request: Request) -> None:
         """End a request at any moment and free what it holds; ending it again changes nothing."""

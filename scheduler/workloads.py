@@ -1,28 +1,37 @@
 """Workloads for `ablate`: who asks for what, in which order, and what an offline optimum would still compute.
 
-A workload runs requests on a Simulation and returns the traces to be measured. Prompts share exactly the tokens
+Prompts share exactly the tokens
 that its name says. The optimum keeps every state on a 16-token grid for ever: a prompt then computes only what follows
 the longest prefix it shares with any earlier request (at least its last token).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
+from scheduler.request import Request
 from scheduler.simulation import RequestTrace, Simulation
 
 PROMPT = 32_320
 OPTIMUM_GRID = 16
+Rounds = Iterator[list[Request]]  # one after the other; the requests of a round arrive together
 
 
 @dataclass(frozen=True)
 class Workload:
-    """`run` returns (measured traces, all traces in order). `kv_tokens`, `num_slots`: None means plenty."""
+    """Rounds of requests, the first `skip` requests not measured. `kv_tokens`, `num_slots`: None means plenty."""
 
     name: str
-    run: Callable[[Simulation], tuple[list[RequestTrace], list[RequestTrace]]]
+    rounds: Callable[[Simulation], Rounds]
+    skip: int = 0
     kv_tokens: int | None = None
     num_slots: int | None = None
+
+    def run(self, simulation: Simulation) -> tuple[list[RequestTrace], list[RequestTrace]]:
+        """(measured traces, all traces in order)."""
+        traces = [t for requests in self.rounds(simulation) for t in simulation.run(requests)[0]]
+        return traces[self.skip :], traces
 
 
 def fresh(length: int, start: count = count(1 << 30)) -> list[int]:  # type: ignore[type-arg]  # noqa: B008
@@ -30,81 +39,53 @@ def fresh(length: int, start: count = count(1 << 30)) -> list[int]:  # type: ign
     return [next(start) for _ in range(length)]
 
 
-def _run(simulation: Simulation, *rounds: Sequence[Sequence[int]]) -> list[RequestTrace]:
-    """Rounds one after the other; the requests of a round arrive together."""
-    return [
-        trace
-        for prompts in rounds
-        for trace in simulation.run([simulation.request(tokens) for tokens in prompts])[0]
-    ]
+def _fresh(simulation: Simulation, requests: int = 1, length: int = PROMPT) -> Rounds:
+    yield [simulation.request(fresh(length)) for _ in range(requests)]
 
 
-def _cold(simulation: Simulation) -> tuple[list[RequestTrace], list[RequestTrace]]:
-    traces = _run(simulation, [fresh(PROMPT)])
-    return traces, traces
-
-
-def _resend(simulation: Simulation) -> tuple[list[RequestTrace], list[RequestTrace]]:
+def _resend(simulation: Simulation) -> Rounds:
     tokens = fresh(PROMPT)
-    traces = _run(simulation, [tokens], [tokens])
-    return traces[1:], traces
+    for _ in range(2):
+        yield [simulation.request(tokens)]
 
 
-def _next_turn(simulation: Simulation) -> tuple[list[RequestTrace], list[RequestTrace]]:
+def _next_turn(simulation: Simulation) -> Rounds:
     first = simulation.request(fresh(PROMPT), new_tokens=600)
-    traces, _ = simulation.run([first])
-    traces += _run(simulation, [[*first.prompt, *first.output, *fresh(512)]])
-    return traces[1:], traces
+    yield [first]
+    yield [simulation.request([*first.prompt, *first.output, *fresh(512)])]
 
 
-def _shared(together: bool) -> Callable[[Simulation], tuple[list[RequestTrace], list[RequestTrace]]]:
-    def run(simulation: Simulation) -> tuple[list[RequestTrace], list[RequestTrace]]:
-        system = fresh(8_192)
-        prompts = [[*system, *fresh(1_024)] for _ in range(8)]
-        traces = (
-            _run(simulation, prompts) if together else _run(simulation, *([prompt] for prompt in prompts))
-        )
-        return traces, traces
-
-    return run
+def _shared(simulation: Simulation, per_round: int) -> Rounds:
+    system = fresh(8_192)
+    for _ in range(0, 8, per_round):
+        yield [simulation.request([*system, *fresh(1_024)]) for _ in range(per_round)]
 
 
-def _branching_pair(simulation: Simulation) -> tuple[list[RequestTrace], list[RequestTrace]]:
+def _branching_pair(simulation: Simulation) -> Rounds:
     common = fresh(8_192)
-    branch = [*common, *fresh(2_000)]
-    traces = _run(simulation, [[*common, *fresh(2_000)]], [branch], [branch])
-    return traces[2:], traces
+    first, branch = ([*common, *fresh(2_000)] for _ in range(2))
+    for tokens in (first, branch, branch):
+        yield [simulation.request(tokens)]
 
 
-def _fork(at: int) -> Callable[[Simulation], tuple[list[RequestTrace], list[RequestTrace]]]:
-    def run(simulation: Simulation) -> tuple[list[RequestTrace], list[RequestTrace]]:
-        trunk = fresh(PROMPT)
-        forks = [[*trunk[:at], *fresh(PROMPT - at)] for _ in range(2)]
-        traces = _run(simulation, [trunk], *([fork] for fork in forks))
-        return traces[1:], traces
-
-    return run
+def _fork(simulation: Simulation, at: int) -> Rounds:
+    trunk = fresh(PROMPT)
+    for tokens in (trunk, *([*trunk[:at], *fresh(PROMPT - at)] for _ in range(2))):
+        yield [simulation.request(tokens)]
 
 
-def _pressure(simulation: Simulation) -> tuple[list[RequestTrace], list[RequestTrace]]:
-    traces = _run(simulation, [fresh(16_384) for _ in range(8)])
-    return traces, traces
-
-
-WORKLOADS: Mapping[str, Workload] = {
-    workload.name: workload
-    for workload in (
-        Workload("cold", _cold),
-        Workload("resend", _resend),
-        Workload("next-turn", _next_turn),
-        Workload("shared-in-turn", _shared(together=False)),
-        Workload("shared-at-once", _shared(together=True)),
-        Workload("branching-pair", _branching_pair),
-        Workload("fork-inside", _fork(PROMPT // 2 + 100)),
-        Workload("fork-at-boundary", _fork(16_384)),
-        Workload("pressure", _pressure, kv_tokens=4 * 16_384, num_slots=8),
-    )
-}
+_WORKLOADS = (
+    Workload("cold", _fresh),
+    Workload("resend", _resend, skip=1),
+    Workload("next-turn", _next_turn, skip=1),
+    Workload("shared-in-turn", partial(_shared, per_round=1)),
+    Workload("shared-at-once", partial(_shared, per_round=8)),
+    Workload("branching-pair", _branching_pair, skip=2),
+    Workload("fork-inside", partial(_fork, at=PROMPT // 2 + 100), skip=1),
+    Workload("fork-at-boundary", partial(_fork, at=16_384), skip=1),
+    Workload("pressure", partial(_fresh, requests=8, length=16_384), kv_tokens=4 * 16_384, num_slots=8),
+)
+WORKLOADS: Mapping[str, Workload] = {workload.name: workload for workload in _WORKLOADS}
 
 
 def optimum(measured: Sequence[RequestTrace], everything: Sequence[RequestTrace]) -> int:

@@ -107,13 +107,16 @@ class Drafter:
         self.previous, self.length = hidden[-1:], self.length + len(tokens)
         return y, selections
 
-    def draft(self, first_token: int, count: int, share: bool) -> tuple[list[int], Tensor]:
-        """`count` drafts after the sampled `first_token`; also the logits of each pass."""
+    def draft(
+        self, first_token: int, count: int, share: bool, fed: Sequence[int] = ()
+    ) -> tuple[list[int], Tensor]:
+        """`count` drafts after the sampled `first_token`, feeding `fed` in their place, if given; also the logits of
+        each pass."""
         y, selections = self.feed([first_token], self.previous)
         drafts, all_logits, shared = [], [], selections[0].last_row(self.length - 2)
         for step in range(count):
             all_logits.append(self.mtp.logits(y[-1:])[0])
-            drafts.append(int(all_logits[-1].argmax()))
+            drafts.append(fed[step] if fed else int(all_logits[-1].argmax()))
             if step + 1 < count:
                 batch = self.sequencer.batch(drafts[-1:], self.length + step)
                 x = self.mtp.enter(batch.token_ids, y[-1:])

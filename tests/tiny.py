@@ -66,7 +66,7 @@ def tree(
 ) -> WeightTree:
     """Seeded weights of the trunk and the MTP layer; `format` is that of dense, routed and shared MLPs."""
     parameters = {}
-    for spec in parameter_specs(config, num_layers=len(config.layer_types)):
+    for spec in parameter_specs(config):
         is_mlp = ".mlp." in spec.name and spec.name.endswith("_proj.weight")
         parameters[spec.name] = stored_as(spec, format if is_mlp else "plain")
     reader = SettableReader(parameters, overrides or {}, seed=5)

@@ -1,25 +1,26 @@
-"""Players and cells of the equality tests: one policy, filing, budget and scenario, over caches where every free
-place is NaN.
+"""Players of the equality tests: requests on one scheduler and one cache, where every free place is NaN.
 
 A player is a scheduler and a runner. With answers in place of a model it only plans, which tells in advance whether
 two cells do the same work: a plan is all that a runner sees.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
-from itertools import combinations, product
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from engine.cache import CacheShape, allocate_trunk
+from engine.cache import CacheShape, allocate_draft, allocate_trunk
 from engine.llm import EMBEDDED_MODEL
 from engine.runner import Runner
 from engine.sampling import SamplingParams
+from engine.speculation import Drafter
 from model.glm5_next import Glm5Next, TrunkCache
 from model.kda import EXPORT_GRID_TOKENS
+from model.mla import MlaCache
+from model.mtp import Mtp
 from model.parameters import parameter_specs
 from scheduler.block_manager import BlockManager
 from scheduler.checkpoint_policy import Capability, Policy, make_policy
@@ -28,6 +29,7 @@ from scheduler.pool import Pool
 from scheduler.request import Request
 from scheduler.scheduler import Scheduler
 from tests import driver, tiny
+from tests.engine.drafts import UNSAID, Drafts, Oracle, filed
 
 BLOCK_TOKENS = {
     "ours": 16,
@@ -35,50 +37,14 @@ BLOCK_TOKENS = {
 }  # public presets: 32, so that short prompts hold several boundaries, too
 WHOLE = 4096
 FORK = 40  # inside a block of either size; 32 is a boundary of both
-NEW_TOKENS = (5, 2, 4)  # per prompt: the second finishes early
-AXES: Mapping[str, tuple[Any, ...]] = {  # cheap values first: `pairwise` takes them when it may choose
-    "subject": ("tiny", "embedded"),
-    "budget": (WHOLE, 64, 16, 3, 1),
-    "policy": ("generic", "seed", "vllm-0.33", "ours", "none"),
-    "filing": ("token", "drop", "key", "tag", "off"),
-    "scenario": ("cold", "resend", "extend", "branch", "resumed", "mates"),
-}
-
-
-class Cell(NamedTuple):
-    """One combination of AXES, in their order."""
-
-    subject: str
-    budget: int
-    policy: str
-    filing: str
-    scenario: str
-
-    def __str__(self) -> str:
-        return "-".join(str(value) for value in self).replace(str(WHOLE), "whole")
-
-
-def pairwise(axes: Sequence[Sequence[Any]]) -> list[tuple[Any, ...]]:
-    """Few combinations in which every pair of values of two axes occurs: the best next one, ties to the first."""
-    everything = list(product(*axes))
-    missing = {pair for cell in everything for pair in pairs(cell)}
-    chosen = []
-    while missing:
-        chosen.append(max(everything, key=lambda cell: len(pairs(cell) & missing)))
-        missing -= pairs(chosen[-1])
-    return chosen
-
-
-def pairs(cell: Sequence[Any]) -> set[Any]:
-    """Every two (axis, value) of a combination."""
-    return set(combinations(enumerate(cell), 2))
+NEW_TOKENS = (10, 3, 6)  # per prompt: the second finishes early
 
 
 class Subject:
     """A model, three prompts past its `index_topk` or shorter, and what it says alone, whole and uncached."""
 
-    def __init__(self, model: Glm5Next, lengths: Sequence[int]) -> None:
-        self.model = model
+    def __init__(self, model: Glm5Next, mtp: Mtp, lengths: Sequence[int]) -> None:
+        self.model, self.mtp = model, mtp
         self.prompts = [tiny.token_ids(n, seed=n, vocab_size=model.config.vocab_size) for n in lengths]
         self._known: dict[tuple[int, ...], list[int]] = {}
 
@@ -86,23 +52,25 @@ class Subject:
         """The greedy continuation, max(NEW_TOKENS) tokens."""
         if tuple(prompt) not in self._known:
             self._known[tuple(prompt)] = driver.greedy(self.model, prompt, max(NEW_TOKENS))
-        return self._known[tuple(prompt)]
+        return list(self._known[tuple(prompt)])
 
 
 @lru_cache
 def subject(name: str, dtype: torch.dtype = torch.float32) -> Subject:
     """`tiny`: five random layers, selection from row 12 on; `embedded`: the model in the repository, from row 260."""
     if name == "embedded":
-        return Subject(driver.load_model(EMBEDDED_MODEL, dtype)[0], (269, 83, 45))
+        return Subject(*driver.load_model(EMBEDDED_MODEL, dtype), (269, 83, 45))
     config = replace(tiny.TINY, num_hidden_layers=5, layer_types=("kda", "mla", "kda", "kda", "mla"),
                      mlp_layer_types=("dense", *["sparse"] * 4))  # fmt: skip
     # A slow decay: the state of a boundary matters to the end of the prompt.
     decay = {
         spec.name: tiny.normal(*spec.shape, seed=i) - 3
-        for i, spec in enumerate(parameter_specs(config, num_layers=5))
+        for i, spec in enumerate(parameter_specs(config))
         if spec.name.endswith("dt_bias")
     }
-    return Subject(Glm5Next(tiny.tree(decay, config), config, dtype, driver.CPU), (81, 49, 37))
+    weights = tiny.tree(decay, config)
+    model = Glm5Next(weights, config, dtype, driver.CPU)
+    return Subject(model, Mtp(weights, config, model), (81, 49, 37))
 
 
 class Ask(NamedTuple):
@@ -124,23 +92,10 @@ def rounds(scenario: str, of: Subject) -> list[list[Ask]]:
     later = {
         "cold": [b, c],
         "resend": [a._replace(hit=True)],
-        "extend": [Ask(turn, 2, hit=True), Ask([*a.prompt, *b.prompt], 2, hit=True)],
-        "branch": [branch, branch._replace(hit=True), Ask([*a.prompt[:32], *c.prompt], 2)],
+        "extend": [Ask(turn, 4, hit=True), Ask([*a.prompt, *b.prompt], 4, hit=True)],
+        "branch": [branch, branch._replace(hit=True), Ask([*a.prompt[:32], *c.prompt], 4)],
     }
     return [[ask] for ask in (a, *later[scenario])]
-
-
-class Oracle:
-    """A runner without a model, for requests whose answers are known."""
-
-    def __init__(self, answer: Callable[[Sequence[int]], list[int]]) -> None:
-        self.answer, self.prompts = answer, dict[int, Sequence[int]]()
-
-    def execute(self, plan: StepPlan) -> StepResult:
-        prompts = {chunk.request_id: self.prompts[chunk.request_id] for chunk in plan.chunks if chunk.samples}
-        ends = {chunk.request_id: chunk.end for chunk in plan.chunks}
-        tokens = {i: (self.answer(prompt)[ends[i] - len(prompt)],) for i, prompt in prompts.items()}
-        return StepResult(tokens, num_drafted=ends)
 
 
 def policy_of(name: str, filing: str, drafter: str | None = None) -> Policy:
@@ -150,7 +105,8 @@ def policy_of(name: str, filing: str, drafter: str | None = None) -> Policy:
 
 
 class Player:
-    """Requests on one scheduler, by `model` or (an Oracle) by known answers. `requests` and `plans` are in order."""
+    """Requests on one scheduler, by `model` or (an Oracle) by known answers. `requests` and `plans` are in order;
+    `verified`: (drafts, accepted drafts) of every verification."""
 
     def __init__(
         self,
@@ -162,26 +118,39 @@ class Player:
         num_slots: int = 40,
         max_running: int = 4,
         state_dtype: torch.dtype = torch.float32,
+        drafts: Drafts = Drafts(),  # noqa: B008  a NamedTuple
     ) -> None:
-        blocks = BlockManager(policy, num_blocks, num_slots)
-        self.scheduler = Scheduler(blocks, max_batched_tokens=budget, context_limit=1024,
-                                   max_running_requests=max_running, debug=True)  # fmt: skip
+        blocks, depth = BlockManager(policy, num_blocks, num_slots), drafts.depth
+        self.scheduler = Scheduler(
+            blocks, max_batched_tokens=budget, context_limit=1024, max_running_requests=max_running, debug=True,
+            draft_tokens=depth, scratch_tokens=min(depth, 1) if drafts.index_share else depth,
+        )  # fmt: skip
         self.requests: list[Request] = []
         self.plans: list[StepPlan] = []
+        self.verified: list[tuple[int, int]] = []
+        self.drafts, first_slot = drafts, int(policy.filing == "token")
         self.runner: Runner | Oracle
         if isinstance(executor, Oracle):
-            self.runner = executor
-        else:
-            config = executor.config
-            shape = CacheShape(num_blocks, policy.block_size, num_slots)
-            cache = allocate_trunk(config, shape, executor.dtype, executor.device, state_dtype)
-            self.runner = Runner(executor, cache)
-            clear_freed(blocks.slots, slot_tensors(cache), self.before_slot_reuse)
-            clear_freed(blocks.groups[0], page_tensors(cache), self.before_page_reuse)
+            self.runner, executor.first_slot = executor, first_slot
+            return
+        shape = CacheShape(
+            num_blocks, policy.block_size, num_slots, max_running, depth, not drafts.index_share
+        )
+        where = executor.dtype, executor.device
+        cache, drafter = allocate_trunk(executor.config, shape, *where, state_dtype), None
+        clear_freed(blocks.slots, slot_tensors(cache), self.before_slot_reuse)
+        clear_freed(blocks.groups[0], page_tensors(cache.mla.values()), self.before_page_reuse)
+        if depth:
+            assert drafts.mtp is not None and blocks.companions is not None
+            draft_cache = allocate_draft(executor.config, shape, *where, executor.embedding.dtype)
+            drafter = Drafter(filed(drafts.mtp, first_slot), draft_cache, depth, drafts.index_share)
+            clear_freed(blocks.groups[1], page_tensors([draft_cache.mla]))
+            clear_freed(blocks.companions, [draft_cache.hidden, draft_cache.mla.index.ring])
+        self.runner = Runner(executor, cache, drafter)
 
     def add(self, prompt: Sequence[int], new_tokens: int) -> Request:
         """Queue a greedy request."""
-        request = Request(len(self.requests), prompt, new_tokens)
+        request = Request(len(self.requests), prompt, new_tokens, frozenset({UNSAID}))
         self.requests.append(request)
         self.scheduler.add(request)
         if isinstance(self.runner, Runner):
@@ -198,12 +167,27 @@ class Player:
 
     def step(self) -> None:
         """One forward."""
-        self.plans.append(self.scheduler.schedule())
-        self.scheduler.commit(self.plans[-1], self.execute(self.plans[-1]))
+        plan = self.scheduler.schedule()
+        self.plans.append(plan)
+        if isinstance(self.runner, Runner):  # what a verification leaves to replay is its own step's
+            for left in (self.runner.cache.recurrent.replay, self.runner.cache.recurrent.conv_tail):
+                left.fill_(torch.nan)
+        result = self.scripted(self.execute(plan))
+        counts = {chunk.request_id: chunk.num_drafts for chunk in plan.chunks if chunk.num_drafts}
+        self.verified += [(count, len(result.tokens[i]) - 1) for i, count in counts.items()]
+        self.scheduler.commit(plan, result)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan."""
         return self.runner.execute(plan)
+
+    def scripted(self, result: StepResult) -> StepResult:
+        """The result with the script's drafts, if there is one."""
+        script = self.drafts.script
+        if script is None:
+            return result
+        known = {i: len(self.requests[i].output) + len(tokens) for i, tokens in result.tokens.items()}
+        return replace(result, drafts={i: script(self.requests[i], n) for i, n in known.items()})
 
     def play(self, rounds: Sequence[Sequence[Ask]], interrupted: bool = False) -> None:
         """Run rounds one after the other; `interrupted`: preempt each request twice, in prefill and in decode."""
@@ -224,12 +208,12 @@ def slot_tensors(cache: TrunkCache) -> list[Tensor]:
     return states + [layer.index.ring for layer in cache.mla.values()]
 
 
-def page_tensors(cache: TrunkCache) -> list[Tensor]:
+def page_tensors(layers: Iterable[MlaCache]) -> list[Tensor]:
     """Everything that a page numbers, [num_blocks, ...] each."""
-    return [part for layer in cache.mla.values() for part in (layer.latent, layer.index.pooled)]
+    return [part for layer in layers for part in (layer.latent, layer.index.pooled)]
 
 
-def clear_freed(pool: Pool, tensors: Sequence[Tensor], before_reuse: Callable[[int], None]) -> None:
+def clear_freed(pool: Pool, tensors: Sequence[Tensor], before_reuse: Callable[[int], object] = int) -> None:
     """Fill a pool's places with NaN: all of them now, then each that is freed, and each evicted one when it is
     handed out again."""
     allocate, release = pool.allocate, pool.release
@@ -253,16 +237,3 @@ def clear_freed(pool: Pool, tensors: Sequence[Tensor], before_reuse: Callable[[i
 
     clear(slice(None))
     pool.allocate, pool.release = clearing_allocate, clearing_release  # type: ignore[method-assign]
-
-
-def play(cell: Cell, executor: Glm5Next | Oracle | None = None) -> Player:
-    """A cell on its model, or on `executor`."""
-    of = subject(cell.subject)
-    player = Player(policy_of(cell.policy, cell.filing), cell.budget, executor or of.model)
-    player.play(rounds(cell.scenario, of), interrupted=cell.scenario == "resumed")
-    return player
-
-
-def plans_of(cell: Cell) -> list[StepPlan]:
-    """The plans of a cell if its answers are right, without running the model."""
-    return play(cell, Oracle(subject(cell.subject).answer)).plans

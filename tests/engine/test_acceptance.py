@@ -83,12 +83,12 @@ def memoised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sampling, "filtered_probs", lambda row, params: known(tuple(row.tolist()), params))
 
 
-def three_tokens(sampler: Sampler, propose: Propose) -> tuple[int, ...]:
-    """Tokens 1 to 3 after token 0, by rounds of draft and verify with as many drafts as tokens are missing."""
+def three_tokens(sampler: Sampler, propose: Propose, depth: int = 3) -> tuple[int, ...]:
+    """Tokens 1 to 3 after token 0, by rounds of at most `depth` drafts."""
     tokens = [0]
     while len(tokens) <= 3:
         chain, proposals = tokens[-1:], list[Tensor | None]()
-        for _ in range(4 - len(tokens)):
+        for _ in range(min(depth, 4 - len(tokens))):
             draft, proposal = propose(sampler, chain[-1])
             chain.append(draft)
             proposals.append(proposal)
@@ -128,7 +128,8 @@ CASES = [
 def test_three_tokens_follow_the_plain_distribution(propose: Propose, rules: dict[str, Any]) -> None:
     params = SamplingParams(**rules)
     sampler, expected = Sampler(params, seed=1), joint(params)
-    found = Counter(three_tokens(sampler, propose) for _ in range(NUM_SAMPLES))
+    # With all depths each of the three is now a kept draft, now a replaced one, now the token after the last.
+    found = Counter(three_tokens(sampler, propose, depth=1 + i % 3) for i in range(NUM_SAMPLES))
     # Each alone, and with the ones before it, on which it depends.
     for positions in ([0], [1], [2], [0, 1], [1, 2], [0, 1, 2]):
         assert p_value(pooled(found, positions), pooled(expected, positions)) > CHANCE, positions

@@ -101,7 +101,7 @@ class Auditor(Player):
         ] = {}  # by slot: position and checksum that its forward left
         self.published: dict[int, int] = {}  # positions by slot
         self.events: Counter[str] = Counter()
-        self.page_tensors = page_tensors(self.runner.cache)
+        self.page_tensors = page_tensors(self.runner.cache.mla.values())
         self.pages: dict[int, bytes] = {}  # checksums of published pages
 
     def step(self) -> None:
@@ -197,7 +197,7 @@ def test_the_audit_sees_one_changed_number(part: str) -> None:
     prompt = subject("tiny").prompts[0]
     auditor.play([[Ask(prompt, 2)]])
     slot = next(slot for slot, position in auditor.published.items() if position == 80)
-    getattr(auditor.states[-1], part)[slot].flatten()[5] += 1
+    getattr(auditor.states[-1], part)[slot, 0, ..., 5] += 1
     with pytest.raises(AssertionError, match=f"hit of slot {slot} at 80"):
         auditor.play([[Ask(prompt, 2)]])
 

@@ -1,8 +1,8 @@
-"""Policies, filings, budgets, hits, preemptions and batch mates change no greedy token in float32, and a failing
-combination says where it first went wrong.
+"""Policies, filings, budgets, hits, preemptions, batch mates and drafts change no greedy token in float32, and a
+failing combination says where it first went wrong.
 
-`pytest -m slow tests/engine/test_equality.py` runs the full product; without it a selection in which every pair of
-values meets. Filings only matter with a drafter: cells with equal plans are run once.
+Without `-m slow` a selection of cells is run in which every pair of values meets. Without a drafter filings mean
+nothing: cells with equal plans are run once.
 """
 
 from itertools import product
@@ -13,26 +13,17 @@ from torch import Tensor
 from model.batch import Batch
 from model.glm5_next import TrunkCache
 from model.kda import KdaState
-from scheduler.checkpoint_policy import DECLARED_DRAFT_ARCHITECTURE
 from scheduler.plan import ScheduledChunk, StepPlan
+from tests.engine.cells import AXES, Cell, all_pairs, pairs, plans_of, play, selection
 from tests.engine.divergence import first_divergence, recording, wrong_tokens
-from tests.engine.equality import (
-    AXES,
-    WHOLE,
-    Cell,
-    Oracle,
-    Player,
-    pairs,
-    pairwise,
-    plans_of,
-    play,
-    policy_of,
-    rounds,
-    subject,
-)
+from tests.engine.drafts import Oracle
+from tests.engine.equality import WHOLE, Player, policy_of, rounds, subject
 
-SELECTION = [Cell(*values) for values in pairwise(list(AXES.values()))]
-Work = tuple[str, int, tuple[tuple[ScheduledChunk, ...], ...]]  # model, block, chunks of every step
+SELECTION = selection()
+PRODUCT = list(product(*(AXES[axis] for axis in ("budget", "policy", "filing", "scenario"))))
+SPECULATION = [*product((1, 2, 3), AXES["drafter"]), (0, "real")]  # 13, prime to the lengths of all axes
+# Model, block, depth, where draft rows lie, chunks of every step.
+Work = tuple[str, int, int, bool, tuple[tuple[ScheduledChunk, ...], ...]]
 checked: set[Work] = set()
 
 
@@ -44,20 +35,38 @@ def expected_tokens(cell: Cell) -> list[list[int]]:
 def verify(cell: Cell) -> None:
     """Check a cell, unless one with equal plans was checked."""
     planned = plans_of(cell)
-    block = policy_of(cell.policy, cell.filing).block_size
-    work: Work = (cell.subject, block, tuple(plan.chunks for plan in planned))
+    if planned is None:
+        check(cell, None)
+        return
+    block, by_token = policy_of(cell.policy, cell.filing).block_size, cell.filing == "token"
+    chunks = tuple(plan.chunks for plan in planned)
+    work: Work = (cell.subject, block, cell.depth, by_token or not cell.depth, chunks)
     if work not in checked:
         check(cell, planned)
         checked.add(work)
 
 
-def check(cell: Cell, planned: list[StepPlan]) -> None:
-    """Run a cell: its tokens, the hits it was promised, and that it did the work that was planned for it."""
+def check(cell: Cell, planned: list[StepPlan] | None) -> None:
+    """Run a cell: its tokens, the hits it was promised, its drafts, and that it did what was planned for it."""
     player = play(cell)
     if [request.output for request in player.requests] != expected_tokens(cell):
         pytest.fail(f"{cell}\n{explanation(cell)}")
-    assert player.plans == planned
+    assert planned is None or player.plans == planned
     check_hits(cell, player)
+    check_drafts(cell, player)
+
+
+def check_drafts(cell: Cell, player: Player) -> None:
+    """As many drafts were verified as budget and depth allow, and accepted as the drafter deserves."""
+    most = min(cell.depth, cell.budget - 1)
+    assert max((drafts for drafts, _ in player.verified), default=0) == most
+    proposed, accepted = (sum(counts) for counts in zip((0, 0), *player.verified, strict=True))
+    if cell.drafter == "perfect":
+        assert accepted == proposed
+    elif cell.drafter == "random":
+        assert accepted <= proposed / 10
+    elif cell.drafter == "adversarial" and most:
+        assert {0, most} <= {accepted for _, accepted in player.verified} and 0 < accepted < proposed
 
 
 def explanation(cell: Cell) -> str:
@@ -84,9 +93,8 @@ def check_hits(cell: Cell, player: Player) -> None:
 
 
 def test_the_selection_holds_every_pair_of_values() -> None:
-    everything = {pair for cell in product(*AXES.values()) for pair in pairs(cell)}
-    assert {pair for cell in SELECTION for pair in pairs(cell)} == everything
-    assert len(SELECTION) <= 50  # of 1,500; no cover of 5 x 6 values has fewer than 30
+    assert set().union(*(pairs(cell._asdict()) for cell in SELECTION)) == set(all_pairs())
+    assert len(SELECTION) <= 50  # of 24,000; no cover of 5 x 6 values has fewer than 30
 
 
 @pytest.mark.parametrize("cell", SELECTION, ids=str)
@@ -95,12 +103,18 @@ def test_greedy_tokens_are_those_of_the_prompt_alone(cell: Cell) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("values", list(product(*(AXES[k] for k in ("subject", "budget", "policy", "scenario")))),
-                         ids=str)  # fmt: skip
-def test_full_product(values: tuple[str, int, str, str]) -> None:
-    name, budget, policy, scenario = values
-    for filing in AXES["filing"]:
-        verify(Cell(name, budget, policy, filing, scenario))
+@pytest.mark.parametrize("name", AXES["subject"])
+@pytest.mark.parametrize("number", range(len(PRODUCT)))
+def test_full_product(name: str, number: int) -> None:
+    """Every budget, policy, filing and scenario, each with the next depth and drafter."""
+    verify(Cell(name, *PRODUCT[number], *SPECULATION[number % len(SPECULATION)]))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("depth", "drafter"), SPECULATION)
+@pytest.mark.parametrize("scenario", AXES["scenario"])
+def test_every_drafter_at_every_depth(scenario: str, depth: int, drafter: str) -> None:
+    verify(Cell("tiny", 16, "ours", "token", scenario, depth, drafter))
 
 
 @pytest.mark.parametrize("policy", AXES["policy"])
@@ -111,8 +125,7 @@ def test_filings_plan_alike_without_a_drafter_and_differ_with_one(policy: str) -
         assert [plans_of(cell) for cell in cells] == [
             plans_of(cell._replace(filing="token")) for cell in cells
         ]
-        player = Player(policy_of(policy, filing, DECLARED_DRAFT_ARCHITECTURE), WHOLE, Oracle(of.answer))
-        player.play(rounds("resend", of))
+        player = play(Cell("tiny", WHOLE, policy, filing, "resend", depth=3), Oracle(of.answer))
         hits[filing] = player.requests[1].num_cached_tokens
     assert policy == "none" or hits["drop"] < hits["token"]
 

@@ -35,7 +35,7 @@ def test_names_equal_those_of_a_checkpoint_directory() -> None:
 
 def test_the_first_layers_alone_keep_embedding_norm_head_and_mtp() -> None:
     config = parse_config(oracles.tiny_config(0))
-    few = parameter_specs(config, num_layers=2)
+    few = parameter_specs(config.first_layers(2))
     assert {spec.layer for spec in few} == {None, 0, 1, config.num_hidden_layers}
     every = set(parameter_specs(config))
     assert every.issuperset(few)

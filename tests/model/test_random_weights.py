@@ -19,9 +19,10 @@ FORMATS.append(("ct", Nvfp4Weight, Fp8BlockWeight))
 
 
 def build(directory: Path, **options: Any) -> WeightTree:
-    options = {"seed": 1, "num_layers": None} | options
-    cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    return random_weights(directory, load_config(directory), linear_dtype=bf16, device=cpu, **options)
+    config = load_config(directory)
+    config = config.first_layers(options.pop("num_layers", config.num_hidden_layers))
+    options = {"linear_dtype": torch.bfloat16, "device": torch.device("cpu"), "seed": 1} | options
+    return random_weights(directory, config, **options)
 
 
 def only_config(tmp_path: Path, source: str) -> Path:
@@ -82,7 +83,7 @@ def test_the_first_layers_and_the_mtp_layer_are_all_there_is() -> None:
 def test_a_cut_config_takes_formats_from_the_headers_of_the_whole_model() -> None:
     config = load_config(DATA / "modelopt").first_layers(4)
     cpu, bf16 = torch.device("cpu"), torch.bfloat16
-    tree = random_weights(DATA / "modelopt", config, linear_dtype=bf16, device=cpu, seed=1, num_layers=4)
+    tree = random_weights(DATA / "modelopt", config, linear_dtype=bf16, device=cpu, seed=1)
     assert type(tree.at("layers.3.mlp").experts("up_proj")) is Nvfp4Weight
     assert not tree.has("layers.4.mlp.gate")
 

@@ -111,7 +111,7 @@ class Contents:
         """Draft rows after the step, the one of a sampled token included."""
         if self.shift() == 2:
             return min(verified, known - 1)
-        return min(verified + 1, self.scratch_end(chunk)) if chunk.samples else verified
+        return min(verified + 1, known, self.scratch_end(chunk)) if chunk.samples else verified
 
     def scratch_end(self, chunk: ScheduledChunk) -> int:
         """How far drafting may write provisional rows."""

@@ -4,12 +4,13 @@ After each operation the content model compares every findable page, state and c
 wipes what is free, and checks each reference; each forward reads only its own prefix and writes only private places;
 outputs equal those of an uninterrupted run. Draft rows are exact under `token`, `key` and `tag`.
 
-What waits for the MTP capability, since it needs drafts: outputs at every depth and for every drafter; no key over
-rejected tokens; drafts after a hit; depth switched between two requests; a companion that is ignored without drafts;
-states, windows and index rings after a verification that accepts 0 to K, also across a boundary; verification run
-twice; draft pages whose pass never ran. What needs the model's arithmetic (states against the recurrence, rows that
-do not depend on company) is tested with the model.
+Any number of drafts is proposed and accepted, stops and limits fall inside an accepted run, and in a request's last
+step the draft layer may not run: no key covers a rejected token, and none a draft row or companion that was not made.
+What needs the model's arithmetic (states, windows and rings after a rejection, drafts after a hit, rows that do not
+depend on company) is tested with the model and with speculation.
 """
+
+from collections.abc import Sequence
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
@@ -47,6 +48,8 @@ class Machine(RuleBasedStateMachine):
             retain=draw(st.none() | RETENTIONS, "retain"),
             exports=draw(st.sampled_from([0, 1, 2, 1 << 30]), "exports"),
             free_chunk_ends=draw(st.booleans(), "free chunk ends"),
+            drafts=(drafts := draw(st.sampled_from([0, 1, 3, 7]), "drafts")),
+            scratch=draw(st.sampled_from([1, drafts]), "scratch") if drafts else 0,
         )
         self.run = Simulation(scheduler)
         self.texts = [list(range(seed, seed + 200)) for seed in (1000, 2000)]
@@ -58,12 +61,15 @@ class Machine(RuleBasedStateMachine):
         length=st.integers(1, 140),
         tail=st.integers(0, 2),
         tokens=st.integers(1, 40),
+        stop=st.none() | st.integers(1, 40),
         salt=st.sampled_from([b"", b"", b"", b"tenant"]),
     )
-    def add(self, text: int, length: int, tail: int, tokens: int, salt: bytes) -> None:
+    def add(self, text: int, length: int, tail: int, tokens: int, stop: int | None, salt: bytes) -> None:
+        """`stop`: the answer's token of this number is a stop id."""
         prompt = self.texts[text][:length] + [9] * tail
+        stop_ids = frozenset(reference(prompt, stop, salt)[-1:] if stop else [])
         try:
-            self.run.add(prompt, tokens, salt=salt)
+            self.run.add(prompt, tokens, salt=salt, stop_ids=stop_ids)
         except RequestRefused:
             assert len(prompt) + tokens > self.pages * BLOCK
 
@@ -84,9 +90,12 @@ class Machine(RuleBasedStateMachine):
         plan = self.in_flight = self.run.schedule()
         assert plan.chunks, f"an empty step: {dict(plan.waits)}"
 
-    @rule()
-    def collect(self) -> None:
-        """Commit the step under way."""
+    @rule(right=st.lists(st.integers(0, 7), min_size=1, max_size=3), lagging=st.booleans())
+    def collect(self, right: Sequence[int] = (7, 2, 0), lagging: bool = False) -> None:
+        """Commit the step under way. `right`: how many of the drafts that are proposed now will be accepted, for every
+        request in turn."""
+        self.run.num_right = lambda request: right[request.request_id % len(right)]
+        self.run.lagging = lagging
         if self.in_flight is not None:
             self.failed |= self.run.errors.keys() & {chunk.request_id for chunk in self.in_flight.chunks}
             self.run.commit(self.in_flight)
@@ -105,11 +114,15 @@ class Machine(RuleBasedStateMachine):
         self.launch()
         self.run.account(self.run.scheduler.running)
 
-    @rule(steps=st.integers(1, 12))
-    def steps(self, steps: int) -> None:
+    @rule(
+        steps=st.integers(1, 12),
+        right=st.lists(st.integers(0, 7), min_size=1, max_size=3),
+        lagging=st.booleans(),
+    )
+    def steps(self, steps: int, right: Sequence[int], lagging: bool) -> None:
         for _ in range(steps):
             self.launch()
-            self.collect()
+            self.collect(right, lagging)
 
     @precondition(lambda self: self.run.scheduler.running)
     @rule(which=st.integers(0, 9))
@@ -167,12 +180,22 @@ class Machine(RuleBasedStateMachine):
         for request in self.run.requests.values() if hasattr(self, "run") else ():
             full = reference(request.prompt, len(request.output), request.salt)
             assert request.output == full
+            assert not request.stop_ids & {*full}
 
     @invariant()
     def a_running_request_holds_one_rolling_checkpoint_and_what_is_being_written(self) -> None:
         for request in self.run.scheduler.running if hasattr(self, "run") else ():
             assert self.in_flight is not None or not request.reserved
             assert request.rolling is None or request.rolling.position <= request.num_computed_tokens
+            assert request.num_computed_tokens < request.num_known_tokens
+
+    @invariant()
+    def only_running_requests_hold_drafts(self) -> None:
+        """Never more than may be verified, and rows in draft pages beside them."""
+        for request in self.run.requests.values() if hasattr(self, "run") else ():
+            room = request.max_tokens - len(request.output) - 1
+            assert len(request.drafts) <= (room if request.status == "running" else 0)
+            assert request.status == "running" or request.num_drafted_tokens == 0
 
     def teardown(self) -> None:
         """Everybody who is still there ends, with all tokens."""

@@ -63,6 +63,11 @@ class SpeculationStatistics:
                 counts[position] += 1
 
     @property
+    def acceptance(self) -> list[float]:
+        """accepted[i] / proposed[i], of the positions that were proposed."""
+        return [a / p for a, p in zip(self.accepted, self.proposed, strict=True) if p]
+
+    @property
     def mean_accepted_length(self) -> float | None:
         """New tokens per verify step: accepted drafts and one more."""
         return 1 + sum(self.accepted) / self.verify_steps if self.verify_steps else None

@@ -37,14 +37,14 @@ PLENTY_TOKENS, PLENTY_SLOTS = 1 << 24, 1 << 14
 RUNNING = 8  # requests that any workload has at once
 # 34 KDA layers of 16 heads: a float32 matrix of 128 x 128 each, and three bfloat16 rows of q, k, v.
 CHECKPOINT_BYTES = 34 * 16 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
-OF_RUN, OF_ARITHMETIC = ("rounds", "prompt_tokens"), ("workloads", "draft_tokens")
+OF_RUN, OF_ARITHMETIC = ("rounds", "prompt_tokens"), ("workloads",)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ablate`."""
     parser.add_argument("--workloads", metavar="LIST", help=f"of {', '.join(WORKLOADS)} (default: all)")
     add_policy_arguments(parser, axes=True)
-    add_drafter_arguments(parser)
+    add_drafter_arguments(parser, axis=True)
     add = parser.add_argument_group("measuring the embedded model").add_argument
     add("--run", action="store_true", help="cold, resend and next turn of one prompt, in seconds")
     add("--rounds", type=at_least(1), metavar="N", help="readings per cell (default: 3)")
@@ -75,15 +75,17 @@ def run(args: argparse.Namespace) -> int:
 def cells(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """Every combination of the policy's values. A measurement leaves out `none`, unless it is asked for."""
     presets = [name for name in PRESETS if not args.run or name != "none"]
-    lists = [presets if (given := getattr(args, name)) is None else given for name in AXES]
+    axes = (*AXES, "draft_tokens")
+    lists = [presets if (given := getattr(args, name)) is None else given for name in axes]
     for values in product(*lists):
-        yield argparse.Namespace(**vars(args) | dict(zip(AXES, values, strict=True)))
+        yield argparse.Namespace(**vars(args) | dict(zip(axes, values, strict=True)))
 
 
 def label(cell: argparse.Namespace) -> str:
     """The preset and what overrides it."""
-    names = ("retain", "exports", "chunk_ends", "draft_filing")
-    changes = [f"{name.replace('_', ' ')} {value}" for name in names if (value := getattr(cell, name))]
+    names = ("retain", "exports", "chunk_ends", "draft_filing", "draft_tokens")
+    given = {name.replace("_", " "): value for name in names if (value := getattr(cell, name)) is not None}
+    changes = [f"{name} {value}" for name, value in given.items()]
     return ", ".join(["none" if cell.no_prefix_cache else cell.policy, *changes])
 
 

@@ -1,8 +1,9 @@
 """The measured half of `ablate`: one long prompt under every policy, on engines of the embedded model.
 
-A round, for every policy in turn: the cache is cleared, the prompt runs cold, is sent again, gets an answer, and goes
-on with new text as the next turn. Rounds have prompts of their own, equal for all policies; medians over rounds count.
-The engine does not draft yet, so every policy runs without a drafter.
+A round, for every policy in turn: the cache is cleared, the prompt runs cold and gets an answer, is sent again for the
+same answer, and goes on with new text as the next turn. Rounds have prompts of their own, equal for all policies;
+medians over rounds count. Seconds are to the first token; `accepted` is the acceptance of drafts by position (defined
+in `generate --help`) in the answers, cold and after the hit of the resend.
 """
 
 import argparse
@@ -11,13 +12,14 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import fields
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 import torch
 
 from engine.llm import LLM
 from engine.options import EngineOptions
+from engine.output import SpeculationStatistics
 from engine.sampling import SamplingParams
 from scheduler.workloads import PROMPT
 
@@ -47,10 +49,12 @@ def measured_rows(
 
 
 def summary(readings: list[dict[str, Any]]) -> dict[str, Any]:
-    """Forwards and tokens, which are the same in every round, and the median of the seconds."""
+    """Forwards and tokens, which are the same in every round, the median of the seconds, the mean acceptance."""
     seconds = [reading["seconds"] for reading in readings]
     counts = {name: readings[0][name] for name in ("forwards", "recomputed_tokens")}
-    return counts | {"seconds": round(median(seconds), 3), "readings": seconds}
+    positions = zip(*(reading["acceptance"] for reading in readings), strict=True)
+    accepted = " ".join(f"{mean(rates):.2f}" for rates in positions) or "-"
+    return counts | {"seconds": round(median(seconds), 3), "accepted": accepted, "readings": seconds}
 
 
 def engine(cell: argparse.Namespace, prompt_tokens: int) -> LLM:
@@ -58,7 +62,7 @@ def engine(cell: argparse.Namespace, prompt_tokens: int) -> LLM:
     options = {field.name: getattr(cell, field.name, None) for field in fields(EngineOptions)}
     needed = 2 * (prompt_tokens + ANSWER_TOKENS + NEXT_TOKENS + (cell.block_size or 0))
     llm = LLM(**{name: value for name, value in options.items() if value is not None} | {"kv_tokens": needed})
-    time_prompt(llm, [FIRST_TOKEN_ID] * 64)
+    time_prompt(llm, [FIRST_TOKEN_ID] * 64, 1)
     return llm
 
 
@@ -67,20 +71,22 @@ def measure(llm: LLM, prompt_tokens: int, seed: int) -> dict[str, dict[str, Any]
     llm.scheduler.blocks.reset_cache(llm.scheduler.running)
     choose, last = random.Random(seed), llm.config.vocab_size
     prompt = [choose.randrange(FIRST_TOKEN_ID, last) for _ in range(prompt_tokens)]
-    found = {"cold": time_prompt(llm, prompt), "resend": time_prompt(llm, prompt)}
-    params = SamplingParams(max_tokens=ANSWER_TOKENS, ignore_eos=True)
-    answer = llm.generate([prompt], params)[0].token_ids
+    found = {name: time_prompt(llm, prompt, ANSWER_TOKENS) for name in ("cold", "resend")}
     new = [choose.randrange(FIRST_TOKEN_ID, last) for _ in range(NEXT_TOKENS)]
-    return found | {"next turn": time_prompt(llm, [*prompt, *answer, *new])}
+    return found | {"next turn": time_prompt(llm, [*prompt, *found["resend"]["answer"], *new], 1)}
 
 
-def time_prompt(llm: LLM, prompt: list[int]) -> dict[str, Any]:
-    """Forwards, recomputed tokens, and seconds to the first token."""
-    request_id = llm.add_request(prompt, SamplingParams(max_tokens=1, ignore_eos=True))
+def time_prompt(llm: LLM, prompt: list[int], num_tokens: int) -> dict[str, Any]:
+    """Forwards, recomputed tokens and seconds to the first token; the answer and the acceptance of its drafts."""
+    llm.statistics = SpeculationStatistics(llm.draft_tokens)
+    result = llm.result(llm.add_request(prompt, SamplingParams(max_tokens=num_tokens, ignore_eos=True)))
     forwards, start = 0, time.perf_counter()
-    while llm.has_work:
+    while not result.token_ids:
         llm.step()
         forwards += 1
     seconds = time.perf_counter() - start
-    recomputed = len(prompt) - llm.result(request_id).cached_tokens
-    return {"forwards": forwards, "recomputed_tokens": recomputed, "seconds": seconds}
+    while llm.has_work:
+        llm.step()
+    recomputed = len(prompt) - result.cached_tokens
+    counts = {"forwards": forwards, "recomputed_tokens": recomputed, "seconds": seconds}
+    return counts | {"answer": result.token_ids, "acceptance": llm.statistics.acceptance}

@@ -1,16 +1,17 @@
 """Chat with a model over one engine, and see after each turn what the prefix cache saved.
 
 A line of input is a turn; an empty line or the end of input ends the session. Answers go to stdout; after each, a line
-on stderr tells prompt, cached and recomputed tokens, time to first token and speed. A turn that fails is forgotten.
+on stderr tells prompt, cached and recomputed tokens, time to first token and speed, and one what its drafts brought
+(defined in `generate --help`). A turn that fails is forgotten.
 """
 
 import argparse
 import sys
 
 from engine.commands.common import add_engine_arguments, decode_utf8, load_engine
-from engine.commands.generate import Printer, add_sampling_arguments, params_from, run_prompts
+from engine.commands.generate import Printer, add_sampling_arguments, params_from, report_drafts, run_prompts
 from engine.conversation import Conversation
-from engine.output import Result
+from engine.output import Result, SpeculationStatistics
 from scheduler.scheduler import RequestRefused
 
 EXAMPLES = """examples:
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> int:
     conversation = Conversation(llm.tokenizer, templated=not args.plain, system=args.system)
     show, code = Printer(as_text=True).show, 0
     while line := read_turn():
+        llm.statistics = SpeculationStatistics(llm.draft_tokens)  # of this turn
         try:
             prompt = conversation.ask(line)
             (result,), interrupted = run_prompts(llm, [prompt], params, not args.plain, show)
@@ -44,6 +46,7 @@ def run(args: argparse.Namespace) -> int:
             code = 1
             continue
         print(summary(result), file=sys.stderr)
+        report_drafts(llm.statistics)
         if interrupted:
             return 130
         if result.finish_reason == "error":

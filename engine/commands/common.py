@@ -28,8 +28,8 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
-    """How the draft layer speculates. It changes the speed, and no greedy token."""
-    add = parser.add_argument_group("speculation").add_argument
+    """How the draft layer speculates."""
+    add = parser.add_argument_group("speculation: it changes the speed, and no greedy token").add_argument
     add("--draft-tokens", type=int, metavar="N",
         help=f"a step, 0 to {MAX_DRAFT_TOKENS} (default: {DEFAULT_DRAFT_TOKENS}, 0 without an MTP layer)")  # fmt: skip
     add("--no-index-share", dest="index_share", action="store_false",
@@ -46,6 +46,8 @@ def load_engine(args: argparse.Namespace) -> LLM:
     used = f"{llm.draft_tokens} drafts per step" if llm.draft_tokens else "in the checkpoint, not used"
     mtp = used if llm.has_mtp else "none"
     print(f"stop ids {', '.join(map(str, llm.stop_ids)) or 'none'}; MTP layer: {mtp}", file=sys.stderr)
+    parts = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in llm.cache_parts.items())
+    print(f"cache: {parts}", file=sys.stderr)
     return llm
 
 

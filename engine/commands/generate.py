@@ -1,7 +1,9 @@
 """Generate text from prompts, streaming it to stdout.
 
 Prompts come from the arguments, `--prompt-file`, `--prompt-ids`, or stdin when none of these is given; all run
-together and are printed one after the other. Stdout carries the answers (or one JSON document) alone.
+together and are printed one after the other. Stdout carries the answers (or one JSON document) alone. With drafts,
+a verify step brings the accepted ones and one token more; `accepted` at position i is the share of steps with a draft
+at i that accepted it and all before it.
 """
 
 import argparse
@@ -12,13 +14,14 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from engine.commands.common import add_engine_arguments, decode_utf8, load_engine
+from engine.commands.common import add_drafting_arguments, add_engine_arguments, decode_utf8, load_engine
 from engine.conversation import Conversation
 from engine.llm import LLM, Prompt
-from engine.output import Delta, Result
+from engine.output import Delta, Result, SpeculationStatistics
 from engine.sampling import MAX_LOGPROBS, SamplingParams
 from engine.text import REASONING_EFFORTS, ends_in_thinking
 
+HEALTHY_ACCEPTANCE, HEALTH_STEPS = 0.2, 50  # at the first position, and verify steps before it is judged
 EXAMPLES = """examples:
   python cli.py generate "It is a truth universally acknowledged" --max-tokens 64
   python cli.py generate --chat "Who is Mr. Darcy?" --temperature 0.8 --json"""
@@ -48,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
-    """How tokens are chosen and when a request ends."""
+    """How tokens are chosen and drafted, and when a request ends."""
     title = "sampling (defaults: the model's generation_config.json, else greedy)"
     add = parser.add_argument_group(title).add_argument
     add("--max-tokens", type=int, metavar="N", help="new tokens (default: 256)")
@@ -59,6 +62,7 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     add("--seed", type=int, help="default: fresh, and reported")
     add("--stop", action="append", default=[], metavar="TEXT", help="end before this text (repeatable)")
     add("--ignore-eos", action="store_true", help="do not end at the model's stop tokens")
+    add_drafting_arguments(parser)
 
 
 def params_from(args: argparse.Namespace, llm: LLM) -> SamplingParams:
@@ -82,9 +86,12 @@ def run(args: argparse.Namespace) -> int:
         prompts: list[Prompt] = [conversation(llm, args).ask(text) if args.chat else text for text in texts]
         results, interrupted = run_prompts(llm, [*prompts, *ids], params, args.chat, show)
     if args.json:
-        print(json.dumps({"model": args.model, "seed": llm.seed, "results": [as_json(r) for r in results]}))
+        length = {"mean_accepted_length": llm.statistics.mean_accepted_length}
+        facts = {"model": args.model, "seed": llm.seed, "speculation": asdict(llm.statistics) | length}
+        print(json.dumps(facts | {"results": [as_json(r) for r in results]}))
     else:
         report(results, llm.seed)
+        report_drafts(llm.statistics)
     return 130 if interrupted else int(any(result.finish_reason == "error" for result in results))
 
 
@@ -221,3 +228,16 @@ def report(results: Sequence[Result], seed: int) -> None:
         print(f"{counts}, first token {ttft}, {speed}, {end}", file=sys.stderr)
         if result.message:
             print(f"error: {result.message}", file=sys.stderr)
+
+
+def report_drafts(statistics: SpeculationStatistics) -> None:
+    """A line on stderr about the verify steps, if there were any, and one more if the draft layer looks broken."""
+    steps, acceptance = statistics.verify_steps, statistics.acceptance
+    if steps:
+        shown = " ".join(f"{rate:.2f}" for rate in acceptance)
+        length = f"{statistics.mean_accepted_length:.2f} tokens per step"
+        print(f"drafts: {steps} verify steps, accepted {shown} by position, {length}", file=sys.stderr)
+    if steps >= HEALTH_STEPS and acceptance[0] < HEALTHY_ACCEPTANCE:
+        found = f"{acceptance[0]:.2f} at the first position, expected at least {HEALTHY_ACCEPTANCE}"
+        remedy = "check that the MTP layer belongs to this trunk, or use --draft-tokens 0"
+        print(f"drafts: {found}; {remedy}", file=sys.stderr)

@@ -104,16 +104,16 @@ def policy_from(args: Any, capability: Capability, draft_architecture: str | Non
     )
 
 
-def add_drafter_arguments(parser: argparse.ArgumentParser) -> None:
-    """The drafter that is assumed where no model runs."""
+def add_drafter_arguments(parser: argparse.ArgumentParser, *, axis: bool = False) -> None:
+    """The drafter that is assumed where no model runs. `axis`: its depth is a list."""
     group = parser.add_argument_group("drafter")
-    group.add_argument("--draft-tokens", type=at_least(0), metavar="N",
-                       help="0: no drafter (default: 3; for a model's prompts 0, as generate runs them)")  # fmt: skip
+    convert, metavar = (listed(at_least(0), ","), "N,..") if axis else (at_least(0), "N")
+    group.add_argument("--draft-tokens", type=convert, metavar=metavar, default=[None] if axis else None,
+                       help="0: no drafter (default: 3)")  # fmt: skip
     group.add_argument("--draft-architecture", default=DECLARED_DRAFT_ARCHITECTURE, metavar="NAME",
                        help="one that declares nothing shows the fallback (default: %(default)s)")  # fmt: skip
 
 
-def assumed_drafter(args: argparse.Namespace, default_depth: int = 3) -> str | None:
+def assumed_drafter(args: argparse.Namespace) -> str | None:
     """The assumed drafter's architecture; None at depth 0."""
-    depth = default_depth if args.draft_tokens is None else args.draft_tokens
-    return args.draft_architecture if depth else None
+    return None if args.draft_tokens == 0 else args.draft_architecture

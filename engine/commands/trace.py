@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the step table, or the JSON document; exit code 0."""
     prompts = prompts_from(args)
-    drafter = policy_options.assumed_drafter(args, default_depth=3 if args.lengths else 0)
+    drafter = policy_options.assumed_drafter(args)
     policy = policy_options.policy_from(args, Capability(), drafter)
     traces: list[RequestTrace] = []
     plans: list[StepPlan] = []

@@ -1,5 +1,6 @@
 """`ablate` compares policies cell by cell: every value is an axis, figures are the scheduler's; `--run` measures."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -120,6 +121,24 @@ class TestAxes:
         (without,) = rows(capsys, *generic, "--draft-tokens", 0)
         assert (without["recomputed_tokens"], without["lost_to_drop"]) == (64, 0)
 
+    @pytest.mark.parametrize(
+        ("arguments", "recomputed"),
+        [
+            ("--policy ours --block-size 64,512 --draft-tokens 3,0", [64] * 4),
+            ("--policy seed --draft-filing token --draft-tokens 3", [64]),
+            ("--policy seed --draft-tokens 3,0", [3648, 64]),
+            ("--policy generic --draft-tokens 3,0", [576, 64]),
+            ("--policy vllm-0.33 --draft-tokens 3,0", [64, 64]),
+        ],
+    )
+    def test_what_drafting_costs_a_resend(
+        self, capsys: Capture, arguments: str, recomputed: list[int]
+    ) -> None:
+        """Tokens of 32,320 that run again: a draft row filed by its token costs no policy anything."""
+        found = rows(capsys, "--workloads", "resend", *arguments.split())
+        assert [row["recomputed_tokens"] for row in found] == recomputed
+        assert all(re.search(r", draft tokens [03]$", row["policy"]) for row in found)
+
 
 def test_tokens_run_again_after_a_preemption_are_counted(
     capsys: Capture, monkeypatch: pytest.MonkeyPatch
@@ -161,20 +180,32 @@ class TestRun:
         monkeypatch.setattr("engine.commands.ablate_run.NEXT_TOKENS", 24)
 
     def test_figures_and_seconds(self, capsys: Capture) -> None:
-        """96 tokens at block 32, no drafter: a resend looks at 64; tokens are verified to 135, so a turn finds 128."""
+        """96 tokens at block 32: a resend matches 64; tokens are verified to 135, so a turn matches 128. Two policies
+        give a block up, which costs the resend all there is."""
         found = rows(capsys, "--run", "--prompt-tokens", 96, "--rounds", 1, "--block-size", 32)
         figures = {(row["policy"], row["workload"]): row["recomputed_tokens"] for row in found}
         assert figures == {
             (policy, workload): recomputed
             for policy, by_workload in {
-                "generic": (96, 96, 32),
-                "seed": (96, 96, 32),
+                "generic": (96, 96, 64),
+                "seed": (96, 96, 64),
                 "vllm-0.33": (96, 32, 96),
                 "ours": (96, 32, 32),
             }.items()
             for workload, recomputed in zip(("cold", "resend", "next turn"), by_workload, strict=True)
         }
         assert all(len(row["readings"]) == 1 and row["seconds"] > 0 for row in found)
+        for row in found:  # answers are drafted, cold and after the hit
+            rates = r"-" if row["workload"] == "next turn" else r"[01]\.\d\d( [01]\.\d\d){2}"
+            assert re.fullmatch(rates, row["accepted"]), row
+
+    def test_the_depth_is_an_axis(self, capsys: Capture) -> None:
+        small = ("--prompt-tokens", 40, "--rounds", 1, "--policy", "ours", "--draft-tokens", "0,1")
+        found = {(row["policy"], row["workload"]): row["accepted"] for row in rows(capsys, "--run", *small)}
+        assert [found["ours, draft tokens 0", name] for name in ("cold", "resend", "next turn")] == ["-"] * 3
+        assert all(
+            re.fullmatch(r"[01]\.\d\d", found["ours, draft tokens 1", name]) for name in ("cold", "resend")
+        )
 
     def test_policies_alternate_and_start_cold(
         self, capsys: Capture, monkeypatch: pytest.MonkeyPatch
@@ -190,16 +221,16 @@ class TestRun:
         monkeypatch.setattr(LLM, "add_request", add_request)
         rows(capsys, "--run", "--prompt-tokens", 100, "--rounds", 2, "--policy", "ours,none")
         rounds = [policy for policy, cached in asked if cached == 0]
-        assert rounds == ["ours", *["none"] * 3] * 2  # `none` never has any; ours is empty once a round
+        assert rounds == ["ours", *["none"] * 2] * 2  # `none` never has any; ours is empty once a round
 
     def test_the_table_leaves_none_out_by_default(
         self, capsys: Capture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        reading = {"forwards": 1, "recomputed_tokens": 2, "seconds": 0.5}
+        reading = {"forwards": 1, "recomputed_tokens": 2, "seconds": 0.5, "acceptance": [0.5, 0.25]}
         monkeypatch.setattr("engine.commands.ablate_run.measure", lambda *_: {"cold": reading})
         monkeypatch.setattr("engine.commands.ablate_run.engine", lambda *_: LLM(EMBEDDED_MODEL, kv_tokens=64))
         out = run_cli(capsys, "ablate", "--run").out.splitlines()
-        assert out[0] == "| policy | block | workload | forwards | recomputed tokens | seconds |"
+        assert out[0] == "| policy | block | workload | forwards | recomputed tokens | seconds | accepted |"
         assert [line.split(" | ")[0] for line in out[2:]] == ["| generic", "| seed", "| vllm-0.33", "| ours"]
 
 
@@ -215,7 +246,8 @@ class TestRun:
         (["--rounds", "3"], ["--rounds acts with --run only"]),
         (["--prompt-tokens", "3"], ["--prompt-tokens acts with --run only"]),
         (["--run", "--workloads", "cold"], ["--workloads acts without --run only"]),
-        (["--run", "--draft-tokens", "3"], ["--draft-tokens acts without --run only"]),
+        (["--run", "--draft-tokens", "8"], ["draft_tokens is 8", "0 to 7"]),
+        (["--draft-tokens", "0,-1"], ["--draft-tokens", "'-1'", "at least 0"]),
         (["--run", "--rounds", "0"], ["--rounds", "at least 1"]),
         (["--run", "--prompt-tokens", "70000", "--policy", "none"], ["70000 tokens", "65536", "shorten"]),
         (["--kv-tokens", "1000"], ["need", "larger cache"]),

@@ -76,9 +76,9 @@ def test_the_script_answers_on_stdout_alone() -> None:
     outcome = python("cli.py", "generate", "Emma", "--max-tokens", "2", "--temperature", "0")
     assert outcome.returncode == 0
     assert len(outcome.stdout.splitlines()) == 1 and outcome.stdout.strip()
-    loaded, reported = outcome.stderr.splitlines()
-    assert loaded == "stop ids 0, 4, 6; MTP layer: in the checkpoint, not used"
-    assert reported.startswith("prompt ")
+    loaded, cache, reported = outcome.stderr.splitlines()
+    assert loaded == "stop ids 0, 4, 6; MTP layer: 3 drafts per step"
+    assert cache.startswith("cache: ") and reported.startswith("prompt ")
 
 
 @pytest.mark.skipif(os.name != "posix", reason="closes a pipe")

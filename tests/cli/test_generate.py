@@ -163,7 +163,7 @@ class TestParameters:
 
 def test_the_document_has_the_promised_keys(capsys: Capture) -> None:
     outcome = generate(capsys, "Emma", *GREEDY, "--json")
-    assert set(outcome.document) == {"model", "seed", "results"}
+    assert set(outcome.document) == {"model", "seed", "speculation", "results"}
     assert outcome.document["model"] == str(EMBEDDED_MODEL)
     (result,) = results(outcome)
     assert set(result) == KEYS
@@ -200,7 +200,7 @@ class TestReasoning:
     @pytest.fixture
     def chat(self, thinking_model: Path, monkeypatch: pytest.MonkeyPatch) -> tuple[object, ...]:
         script_tokens(monkeypatch, [*tokenizer_of(thinking_model).encode("abc</think>def"), 0])
-        return ("Who?", "--chat", "--model", thinking_model)
+        return ("Who?", "--chat", "--model", thinking_model, "--draft-tokens", 0)
 
     def test_json(self, capsys: Capture, chat: tuple[object, ...]) -> None:
         (result,) = results(generate(capsys, *chat, "--json"))
@@ -209,7 +209,7 @@ class TestReasoning:
 
     def test_text(self, capsys: Capture, chat: tuple[object, ...]) -> None:
         outcome = generate(capsys, *chat)
-        assert outcome.out == "def\n" and "not used\nabc" in outcome.err
+        assert outcome.out == "def\n" and "\nabc" in outcome.err
 
     def test_cut_inside(self, capsys: Capture, chat: tuple[object, ...]) -> None:
         outcome = generate(capsys, *chat, "--max-tokens", 1)
@@ -219,13 +219,13 @@ class TestReasoning:
         self, capsys: Capture, thinking_model: Path, chat: tuple[object, ...]
     ) -> None:
         prompt = "Who?<|assistant|><think>"
-        (result,) = results(generate(capsys, prompt, "--model", thinking_model, "--json"))
+        (result,) = results(generate(capsys, prompt, *chat[2:], "--json"))
         assert set(result) == KEYS and result["text"] == "abc</think>def"
 
 
 def test_text_ends_before_a_stop_string(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
     script_tokens(monkeypatch, tokenizer_of(EMBEDDED_MODEL).encode("abcDEFxyz"))
-    assert generate(capsys, "Emma", "--stop", "DEF").out == "abc\n"
+    assert generate(capsys, "Emma", "--stop", "DEF", "--draft-tokens", 0).out == "abc\n"
 
 
 @pytest.mark.parametrize("as_json", [True, False], ids=["json", "text"])
@@ -256,7 +256,7 @@ class TestInterrupt:
 
     def test_json(self, capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(LLM, "step", interrupt_after(4))
-        outcome = generate(capsys, "Emma", "Anne", "--max-tokens", 50, "--ignore-eos", "--json")
+        outcome = generate(capsys, "Emma", "Anne", "--draft-tokens", 0, "--ignore-eos", "--json")
         assert outcome.code == 130
         for result in outcome.document["results"]:
             assert (result["finish_reason"], len(result["token_ids"])) == ("cancelled", 4)

@@ -1,0 +1,133 @@
+"""The speculation's half of `bench`: what drafting brings on a text's own prompts, and what it could bring at most.
+
+Prompts are cut from a text at equal distances; two engines, without drafts and with the default depth, answer each in
+turn, batch 1, stop ids ignored, greedily and at temperature 0.8. Only decode steps count: a prompt's first token and
+the drafts made with it are outside. Every part is a sum over all prompts, divided by the steps. The ceiling is the
+speed-up if steps had no other parts: mean_accepted_length x t_decode / (t_verify + t_draft), where t_decode is verify
+and accept without drafts, t_verify is verify, accept and roll back, t_draft is catch up and draft.
+"""
+
+import argparse
+import json
+import time
+from typing import Any
+
+import torch
+
+from engine.commands.bench_model import machine
+from engine.commands.common import decode_utf8
+from engine.llm import EMBEDDED_MODEL, LLM
+from engine.options import DEFAULT_DRAFT_TOKENS
+from engine.output import SpeculationStatistics
+from engine.sampling import SamplingParams
+
+PARTS = ("verify", "accept", "roll_back", "catch_up", "draft")  # methods of Speculation, in the round's order
+TEMPERATURES = (0.0, 0.8)
+
+
+class Timed:
+    """An engine whose decode steps are counted and timed, part by part."""
+
+    def __init__(self, args: argparse.Namespace, depth: int) -> None:
+        kv_tokens = 4 * (args.after + args.decode)
+        self.llm = LLM(args.model or EMBEDDED_MODEL, draft_tokens=depth, kv_tokens=kv_tokens)
+        self.reset()
+        for name in PARTS:
+            self._time(name)
+
+    def reset(self) -> None:
+        """Forget what was counted."""
+        self.steps, self.tokens, self.seconds = 0, 0, 0.0
+        self.parts = dict.fromkeys(PARTS, 0.0)
+        self.llm.statistics = SpeculationStatistics(self.llm.draft_tokens)
+
+    def _time(self, name: str) -> None:
+        speculation = self.llm.runner.speculation
+        method = getattr(speculation, name)
+
+        def timed(*args: Any) -> Any:
+            started = time.perf_counter()
+            result = method(*args)
+            self.parts[name] += time.perf_counter() - started
+            return result
+
+        setattr(speculation, name, timed)
+
+    def answer(self, prompt: list[int], params: SamplingParams) -> None:
+        """Answer one prompt; what it took until its first token is not counted."""
+        result, before = self.llm.result(self.llm.add_request(prompt, params)), dict(self.parts)
+        while not result.token_ids:
+            self.llm.step()
+        self.parts, started = before, time.perf_counter()
+        while self.llm.has_work:
+            self.llm.step()
+            self.steps += 1
+        self.seconds += time.perf_counter() - started
+        self.tokens += len(result.token_ids) - 1
+
+    def ms_per_step(self) -> dict[str, float]:
+        """By part, and what is outside the round."""
+        parts = {name: 1e3 * seconds / self.steps for name, seconds in self.parts.items()}
+        return parts | {"other": 1e3 * self.seconds / self.steps - sum(parts.values())}
+
+
+def run(args: argparse.Namespace) -> int:
+    """Measure and print; 0 when every prompt was answered."""
+    if args.decode < 3:  # two tokens after the prompt's: then a step can verify a draft
+        raise ValueError(f"--decode is {args.decode}, expected at least 3 with --speculation")
+    torch.set_num_threads(args.threads)
+    engines = [Timed(args, depth) for depth in (0, DEFAULT_DRAFT_TOKENS)]
+    ids = engines[0].llm.encode(decode_utf8(args.speculation.read_bytes(), str(args.speculation)))
+    if len(ids) < args.repeat * args.after:
+        wanted = (
+            f"--repeat {args.repeat} prompts of --after {args.after} tokens; lower one, or give more text"
+        )
+        raise ValueError(f"{args.speculation} has {len(ids)} tokens, too few for {wanted}")
+    starts = [i * len(ids) // args.repeat for i in range(args.repeat)]
+    prompts = [ids[start : start + args.after] for start in starts]
+    results = [measure(engines, prompts, args.decode, temperature) for temperature in TEMPERATURES]
+    facts = {"machine": machine(args.threads), "prompts": args.repeat, "tokens": args.decode}
+    print(json.dumps(facts | {"results": results}, indent=1) if args.json else table(results))
+    return 0
+
+
+def measure(
+    engines: list[Timed], prompts: list[list[int]], num_tokens: int, temperature: float
+) -> dict[str, Any]:
+    """Both engines in turn on every prompt, after one to warm up; costs in milliseconds per step."""
+    for number, prompt in enumerate([prompts[0], *prompts]):
+        for engine in engines:
+            engine.answer(prompt, SamplingParams(num_tokens, temperature, seed=number, ignore_eos=True))
+            if number == 0:
+                engine.reset()
+    costs, found = [engine.ms_per_step() for engine in engines], engines[1].llm.statistics
+    speeds = [engine.tokens / engine.seconds for engine in engines]
+    forward, rounds = costs[0]["verify"] + costs[0]["accept"], sum(costs[1][name] for name in PARTS)
+    ratio, ceiling = speeds[1] / speeds[0], (found.mean_accepted_length or 1) * forward / rounds
+    return {
+        "temperature": temperature,
+        "acceptance": found.acceptance,
+        "mean_accepted_length": found.mean_accepted_length,
+        "tokens_per_s": speeds,
+        "ratio": ratio,
+        "ceiling": ceiling,
+        "ratio_over_ceiling": ratio / ceiling,
+        "ms_per_step": {f"depth {e.llm.draft_tokens}": cost for e, cost in zip(engines, costs, strict=True)},
+    }
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """The figures for people."""
+    lines = []
+    for row in results:
+        accepted = " ".join(f"{rate:.2f}" for rate in row["acceptance"])
+        length, (without, drafting) = row["mean_accepted_length"], row["tokens_per_s"]
+        speeds = f"{drafting:.1f} over {without:.1f} tokens/s, {row['ratio']:.2f}x"
+        lines += [
+            f"temperature {row['temperature']}: accepted {accepted} by position, {length:.2f} tokens per step"
+        ]
+        lines += [f"  {speeds}; {row['ratio_over_ceiling']:.0%} of the ceiling {row['ceiling']:.2f}x"]
+        for depth, costs in row["ms_per_step"].items():
+            cells = ", ".join(f"{name.replace('_', ' ')} {ms:.2f}" for name, ms in costs.items() if ms)
+            lines += [f"  {depth}, ms per step: {cells}"]
+    return "\n".join(lines)

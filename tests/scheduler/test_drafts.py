@@ -58,7 +58,7 @@ class TestBudget:
         run.scheduler.max_batched_tokens = budget
         plan = run.schedule()
         assert [*sizes(plan).values()] == rows
-        reasons = [f"decode, {row - 1} of 3 drafts: budget" if row < 4 else "decode" for row in rows]
+        reasons = [f"decode, {row - 1} of 3 drafts: no room" if row < 4 else "decode" for row in rows]
         assert [chunk.reason for chunk in plan.chunks] == reasons
         run.commit(plan)
         assert [len(request.output) for request in requests[: len(rows)]] == [1 + row for row in rows]
@@ -311,3 +311,14 @@ def test_under_pressure_everybody_ends() -> None:
         run.drain(2_000)
         assert run.scheduler.num_preemptions
         assert_right(run)
+
+
+def test_drafts_make_room_before_anybody_has_to_leave() -> None:
+    """Both prompts fill all pages but for three tokens; three drafts would need one more page."""
+    run = loop(pages=4, scratch=0, right=0)
+    run.add(prompt(29), 8)
+    run.add(prompt(29, 1), 3)
+    reasons = [chunk.reason for plan in run.drain() for chunk in plan.chunks if chunk.request_id == 0]
+    assert reasons[1].startswith("decode") and reasons[1].endswith("0 of 3 drafts: no room")
+    assert run.scheduler.num_preemptions == 0
+    assert_right(run)

@@ -78,11 +78,8 @@ class LLM:
         self.model = Glm5Next(tree, config, dtype, device)
         depth = options.draft_tokens
         self.draft_tokens = (DEFAULT_DRAFT_TOKENS if tree.has_mtp else 0) if depth is None else depth
-        policy = policy_from(
-            options,
-            Capability(export_grid=EXPORT_GRID_TOKENS),
-            draft_architecture=DRAFT_ARCHITECTURE if self.draft_tokens else None,
-        )
+        architecture = DRAFT_ARCHITECTURE if self.draft_tokens else None
+        policy = policy_from(options, Capability(export_grid=EXPORT_GRID_TOKENS), architecture)
         first_slot = int(policy.filing == "token")
         self.mtp = Mtp(tree, config, self.model, first_slot) if self.draft_tokens else None
         tree.finish()
@@ -93,6 +90,7 @@ class LLM:
             max(kv_tokens // policy.block_size, 1), policy.block_size,
             options.max_running_requests + options.checkpoint_slots,
             options.max_running_requests, self.draft_tokens, not self.index_share,
+            dtype, DTYPES[options.state_dtype], matmul_dtype(dtype, device),
         )  # fmt: skip
         self._allocate(shape)
         self.scheduler = Scheduler(
@@ -107,17 +105,15 @@ class LLM:
         )
 
     def _allocate(self, shape: CacheShape) -> None:
-        config, dtype, device = self.config, self.dtype, self.device
-        state_dtype, hidden_dtype = DTYPES[self.options.state_dtype], matmul_dtype(dtype, device)
+        config, device, drafter = self.config, self.device, None
         what = f"the cache ({shape.num_blocks} blocks, {shape.num_slots} slots) needs"
-        self.cache_parts = cache_parts(config, dtype, shape, state_dtype, hidden_dtype)
+        self.cache_parts = cache_parts(config, shape)
         remedy = "lower kv_tokens, checkpoint_slots or max_running_requests"
         require_memory(what, sum(self.cache_parts.values()), device, remedy)
-        cache, drafter = allocate_trunk(config, shape, dtype, device, state_dtype), None
         if self.mtp is not None:
-            draft_cache = allocate_draft(config, shape, dtype, device, hidden_dtype)
-            drafter = Drafter(self.mtp, draft_cache, self.draft_tokens, self.index_share)
-        self.runner = Runner(self.model, cache, drafter)
+            cache = allocate_draft(config, shape, device)
+            drafter = Drafter(self.mtp, cache, self.draft_tokens, self.index_share)
+        self.runner = Runner(self.model, allocate_trunk(config, shape, device), drafter)
 
     def _weight_tree(self, directory: Path, progress: Progress | None) -> WeightTree:
         wanted, resident = self.options.draft_tokens, matmul_dtype(self.dtype, self.device)

@@ -18,22 +18,16 @@ KV_MEMORY_FRACTION = 0.25  # of the memory that is free when the engine starts
 MAX_DEFAULT_KV_TOKENS = 1 << 20
 
 
-def cache_parts(
-    config: Glm5NextConfig,
-    dtype: torch.dtype,
-    shape: CacheShape,
-    state_dtype: torch.dtype = torch.float32,
-    hidden_dtype: torch.dtype = torch.float32,
-) -> dict[str, int]:
+def cache_parts(config: Glm5NextConfig, shape: CacheShape) -> dict[str, int]:
     """Bytes by kind. A running request has one recurrent slot, and with drafts one replay row and one companion; a
     checkpoint has a slot and a companion."""
     device = torch.device("meta")
-    trunk = allocate_trunk(config, shape, dtype, device, state_dtype)
+    trunk = allocate_trunk(config, shape, device)
     parts = {"pages": _pages(trunk.mla.values())}
     state, rings = trunk.recurrent, sum(layer.index.ring.nbytes for layer in trunk.mla.values())
     parts["recurrent slots"] = state.matrix.nbytes + state.conv.nbytes + rings
     if shape.draft_tokens:
-        draft = allocate_draft(config, shape, dtype, device, hidden_dtype)
+        draft = allocate_draft(config, shape, device)
         parts["draft pages"] = _pages([draft.mla])
         parts["replay rows"] = state.replay.nbytes + state.conv_tail.nbytes
         parts["companions"] = draft.hidden.nbytes + draft.mla.index.ring.nbytes
@@ -42,12 +36,12 @@ def cache_parts(
 
 def bytes_per_token(config: Glm5NextConfig, dtype: torch.dtype, draft_tokens: int = 0) -> int:
     """Latent row and share of a pooled index key, over all MLA layers, the draft layer's if it is used."""
-    shape = CacheShape(1, config.index_kpool, 0, draft_tokens=draft_tokens)
-    return sum(cache_parts(config, dtype, shape).values()) // config.index_kpool
+    shape = CacheShape(1, config.index_kpool, 0, draft_tokens=draft_tokens, dtype=dtype)
+    return sum(cache_parts(config, shape).values()) // config.index_kpool
 
 
 def default_kv_tokens(
-    config: Glm5NextConfig, dtype: torch.dtype, device: torch.device, draft_tokens: int = 0
+    config: Glm5NextConfig, dtype: torch.dtype, device: torch.device, draft_tokens: int
 ) -> int:
     """Tokens of cache when the user asks for none: a share of the free memory, at most about a million."""
     budget = int(free_bytes(device) * KV_MEMORY_FRACTION)

@@ -36,9 +36,9 @@ class Sequencer:
     ) -> None:
         self.model, self.length = model, 0
         num_blocks = -(-(max_tokens + 8) // block_size) + 2
-        shape = CacheShape(num_blocks, block_size, 3)
-        self.cache = allocate_trunk(model.config, shape, model.dtype, CPU)
-        self.draft_cache = allocate_mla(model.config, shape, model.dtype, CPU, 8)
+        shape = CacheShape(num_blocks, block_size, 3, dtype=model.dtype)
+        self.cache = allocate_trunk(model.config, shape, CPU)
+        self.draft_cache = allocate_mla(model.config, shape, CPU, 8)
         self.slot, self.table = 2, torch.randperm(num_blocks, generator=torch.Generator().manual_seed(1))
         poison(self.cache.kda, fill)
         poison(self.cache.mla, fill)

@@ -102,9 +102,8 @@ class Requests:
     def __init__(self, trunk: Glm5Next, requests: int, max_tokens: int, fill: float = float("nan")) -> None:
         self.trunk, self.lengths = trunk, [0] * requests
         self.tables = shuffled_tables(requests, max_tokens, block_size=16)
-        self.cache = allocate_trunk(
-            trunk.config, CacheShape(self.tables.numel(), 16, requests), trunk.dtype, CPU
-        )
+        shape = CacheShape(self.tables.numel(), 16, requests, dtype=trunk.dtype)
+        self.cache = allocate_trunk(trunk.config, shape, CPU)
         poison(self.cache.kda, fill)
         poison(self.cache.mla, fill)
 

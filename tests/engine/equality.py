@@ -134,15 +134,16 @@ class Player:
             self.runner, executor.first_slot = executor, first_slot if depth else None
             return
         shape = CacheShape(
-            num_blocks, policy.block_size, num_slots, max_running, depth, not drafts.index_share
-        )
-        where = executor.dtype, executor.device
-        cache, drafter = allocate_trunk(executor.config, shape, *where, state_dtype), None
+            num_blocks, policy.block_size, num_slots, max_running, depth, not drafts.index_share,
+            executor.dtype, state_dtype, executor.embedding.dtype,
+        )  # fmt: skip
+        config, device = executor.config, executor.device
+        cache, drafter = allocate_trunk(config, shape, device), None
         clear_freed(blocks.slots, slot_tensors(cache), self.before_slot_reuse)
         clear_freed(blocks.groups[0], page_tensors(cache.mla.values()), self.before_page_reuse)
         if depth:
             assert drafts.mtp is not None and blocks.companions is not None
-            draft_cache = allocate_draft(executor.config, shape, *where, executor.embedding.dtype)
+            draft_cache = allocate_draft(config, shape, device)
             drafter = Drafter(filed(drafts.mtp, first_slot), draft_cache, depth, drafts.index_share)
             clear_freed(blocks.groups[1], page_tensors([draft_cache.mla]))
             clear_freed(blocks.companions, [draft_cache.hidden, draft_cache.mla.index.ring])

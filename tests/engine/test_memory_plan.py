@@ -1,5 +1,6 @@
 """Planned bytes are those of the tensors: states, convolution rows, pages, rings, replay rows, companions (bug G2)."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -51,7 +52,8 @@ def parts_by_hand(config: Glm5NextConfig, width: int, shape: CacheShape) -> dict
 def test_planned_bytes_are_those_of_every_page_and_slot(variant: int, shape: CacheShape) -> None:
     config = parse_config(tiny_config(variant))
     for dtype in (torch.float32, torch.bfloat16):
-        assert cache_parts(config, dtype, shape) == parts_by_hand(config, dtype.itemsize, shape)
+        planned = cache_parts(config, replace(shape, dtype=dtype))
+        assert planned == parts_by_hand(config, dtype.itemsize, shape)
 
 
 @pytest.mark.parametrize(("depth", "share"), [(0, True), (3, True), (3, False), (7, True)])
@@ -84,8 +86,8 @@ def test_replay_costs_a_tenth_of_a_state_and_not_three_states(
 ) -> None:
     """A running request has one state and 1 + k rows of k, v, g (head_dim each) and beta; 3 + k convolution rows."""
     depth, states = 3, len(config.kda_layers) * config.linear_num_heads
-    shape = CacheShape(0, 64, 1, 1, depth)
-    parts = cache_parts(config, torch.bfloat16, shape)
+    shape = CacheShape(0, 64, 1, 1, depth, dtype=torch.bfloat16)
+    parts = cache_parts(config, shape)
     ring = len(config.mla_layers) * (config.index_kpool + depth) * 2 * config.index_head_dim * 4
     matrix = states * head_dim**2 * 4
     conv_row = 3 * states * head_dim * 2
@@ -101,8 +103,8 @@ def test_the_plan_of_the_released_model() -> None:
     config = parse_config(real_config())
     ring = 11 * 4 * 2 * 128 * 4
     conv = 34 * 3 * 3 * 64 * 128 * 2
-    one_slot = CacheShape(num_blocks=0, block_size=64, num_slots=1)
-    assert cache_parts(config, torch.bfloat16, one_slot)["recurrent slots"] == 136 * MIB + conv + ring
+    one_slot = CacheShape(num_blocks=0, block_size=64, num_slots=1, dtype=torch.bfloat16)
+    assert cache_parts(config, one_slot)["recurrent slots"] == 136 * MIB + conv + ring
     assert bytes_per_token(config, torch.bfloat16) == 11 * (512 + 128 // 4) * 2
     assert bytes_per_token(config, torch.bfloat16, draft_tokens=3) == 12 * (512 + 128 // 4) * 2
 

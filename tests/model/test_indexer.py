@@ -35,7 +35,7 @@ class Run:
         self.indexer, self.length = indexer, 0
         self.key_sets: list[set[int]] = []
         self.table = tiny.shuffled_tables(1, NUM_TOKENS + 16, 16)[0]
-        self.cache = allocate_mla(tiny.TINY, CacheShape(len(self.table), 16, 2), torch.float32, CPU, 8).index
+        self.cache = allocate_mla(tiny.TINY, CacheShape(len(self.table), 16, 2), CPU, 8).index
         poison({0: self.cache}, fill)
 
     def feed(self, x: Tensor, q_latent: Tensor) -> Selection:

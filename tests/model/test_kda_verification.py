@@ -40,8 +40,8 @@ class Slots:
     def __init__(
         self, layers: list[Kda], dtype: torch.dtype = torch.float32, fill: float = float("nan")
     ) -> None:
-        shape = CacheShape(1, 16, NUM_SLOTS, NUM_REPLAY_ROWS, DEPTH)
-        cache = allocate_trunk(CONFIG, shape, torch.float32, CPU, dtype)
+        shape = CacheShape(1, 16, NUM_SLOTS, NUM_REPLAY_ROWS, DEPTH, state_dtype=dtype)
+        cache = allocate_trunk(CONFIG, shape, CPU)
         self.layers, self.state, self.views = layers, cache.recurrent, list(cache.kda.values())
         poison({0: self.state}, fill)
 

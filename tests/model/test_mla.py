@@ -31,7 +31,7 @@ class Run:
         self.mla, self.length = mla, 0
         self.table = tiny.shuffled_tables(2, NUM_TOKENS, block_size)[1]
         blocks = 2 * len(self.table)
-        self.cache = allocate_mla(CONFIG, CacheShape(blocks, block_size, 2), torch.float32, CPU, 8)
+        self.cache = allocate_mla(CONFIG, CacheShape(blocks, block_size, 2), CPU, 8)
         poison({0: self.cache}, fill)
 
     def feed(self, x: Tensor) -> tuple[Tensor, Selection]:

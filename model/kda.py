@@ -43,18 +43,12 @@ class KdaState:
     matrix: Tensor  # [num_slots, (layers,) heads, key, value] float32, or bfloat16 to halve a checkpoint
     conv: Tensor  # [num_slots, kernel - 1, (layers,) 3 * heads * head_dim], rows of q|k|v before the convolution
     replay: Tensor  # [num_rows, 1 + depth, (layers,) heads, 3 * head_dim + 1] float32: k, v, g and beta of each token
-    conv_tail: (
-        Tensor  # [num_rows, depth, (layers,) 3 * heads * head_dim], what follows `conv` in a verification
-    )
+    conv_tail: Tensor  # [num_rows, depth, (layers,) 3 * heads * head_dim], what a verification adds to `conv`
 
     def layer(self, index: int) -> "KdaState":
         """One layer's part of a state of all layers."""
-        return KdaState(
-            self.matrix[:, index],
-            self.conv[:, :, index],
-            self.replay[:, :, index],
-            self.conv_tail[:, :, index],
-        )
+        conv, replay, conv_tail = (x[:, :, index] for x in (self.conv, self.replay, self.conv_tail))
+        return KdaState(self.matrix[:, index], conv, replay, conv_tail)
 
     def copy(self, source: int, target: int) -> None:
         """Copy one whole state from slot to slot."""
@@ -91,6 +85,11 @@ class KdaInputs:
         if index == slice(0, len(self.q)):
             return self
         return KdaInputs(self.q[index], self.k[index], self.v[index], self.g[index], self.beta[index])
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """q, k, v, g, beta, all of them [num_tokens, heads, width]."""
+        return self.q, self.k, self.v, self.g, self.beta.unsqueeze(2)
 
 
 class Kda:
@@ -171,9 +170,8 @@ class Kda:
 
     def _run_segment(self, inputs: KdaInputs, segment: Segment, state: KdaState) -> Tensor:
         start = state.matrix[segment.slot] if segment.start else torch.zeros_like(state.matrix[0])
-        start = start.float()
         exports = {export.num_tokens: export.slot for export in segment.exports}
-        out, states = chunked(inputs, start, tuple(exports))
+        out, states = chunked(inputs, start.float(), tuple(exports))
         for num_tokens, slot in exports.items():
             state.matrix[slot] = states[num_tokens]
         state.matrix[segment.slot] = states[segment.num_tokens]
@@ -181,9 +179,7 @@ class Kda:
 
     def _verify(self, inputs: KdaInputs, group: VerifiedRows, state: KdaState) -> Tensor:
         """Outputs of the group's tokens; no slot's matrix is touched."""
-        read = group.split(
-            torch.cat([inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta.unsqueeze(2)], dim=2)
-        )
+        read = group.split(torch.cat(inputs.tensors, dim=2))
         state.replay[group.replay, : group.num_tokens] = read[..., self.head_dim :]
         parts = read.transpose(1, 2).flatten(0, 1).split([*[self.head_dim] * 4, 1], dim=2)
         update, absorbed, scores, q_in, _, _ = within_chunks(*parts)  # [n * heads, tokens, width]
@@ -248,8 +244,7 @@ def chunked(
     num_tokens = len(inputs.v)
     if any(b % CHUNK_TOKENS and b != num_tokens for b in boundaries):
         raise ValueError(f"exports at {boundaries} tokens; expected multiples of {CHUNK_TOKENS}")
-    parts = (in_chunks(x) for x in (inputs.q, inputs.k, inputs.v, inputs.g, inputs.beta.unsqueeze(2)))
-    algebra = within_chunks(*(x.flatten(0, 1) for x in parts))
+    algebra = within_chunks(*(in_chunks(x).flatten(0, 1) for x in inputs.tensors))
     update, absorbed, scores, q_in, keep, k_to_end = (x.unflatten(0, (-1, len(state))) for x in algebra)
     out, states = torch.empty_like(update), {}
     steps = zip(*(x.unbind() for x in (update, absorbed, scores, q_in, keep, k_to_end, out)), strict=True)

@@ -46,11 +46,8 @@ class Segment:
 
     def part(self, begin: int, size: int, row: int) -> "Segment":
         """Tokens `begin` .. `begin + size` - 1 of the segment as one of its own, at `row` of another batch."""
-        exports = tuple(
-            Export(export.num_tokens - begin, export.slot)
-            for export in self.exports
-            if begin < export.num_tokens <= begin + size
-        )
+        inside = [export for export in self.exports if begin < export.num_tokens <= begin + size]
+        exports = tuple(Export(export.num_tokens - begin, export.slot) for export in inside)
         return replace(self, row=row, num_tokens=size, start=self.start + begin, exports=exports)
 
 

@@ -91,13 +91,9 @@ class HyperConnection:
         norms = torch.linalg.vector_norm(flat, dim=1).tolist()
         for norm, products in zip(norms, (flat @ self.fn.T).tolist(), strict=True):
             factor = 1 / math.hypot(norm * flat.shape[1] ** -0.5, self.rms_eps**0.5)
-            mapping = [
-                base + product * factor * scale
-                for base, product, scale in zip(self.base_floats, products, self.scale_floats, strict=True)
-            ]
-            gates = [
-                0.5 + 0.5 * math.tanh(0.5 * value) for value in mapping[:8]
-            ]  # sigmoids that can't overflow
+            terms = zip(self.base_floats, products, self.scale_floats, strict=True)
+            mapping = [base + product * factor * scale for base, product, scale in terms]
+            gates = [0.5 + 0.5 * math.tanh(0.5 * x) for x in mapping[:8]]  # sigmoids that can't overflow
             sites += [gate + self.eps for gate in gates[:4]]
             sites += [POST_MULTIPLIER * gate for gate in gates[4:]]
             sites += sinkhorn_floats(mapping[8:], self.eps, self.iterations)

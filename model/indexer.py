@@ -71,9 +71,8 @@ class Indexer:
 
     def write(self, x: Tensor, batch: Batch, cache: IndexCache) -> None:
         """Cache the index keys of the batch's rows. x [num_tokens, hidden]."""
-        raw = torch.stack(
-            [layer_norm(self.wk(x), self.k_norm_weight, self.k_norm_bias), self.gate(x).float()], 1
-        )
+        keys = layer_norm(self.wk(x), self.k_norm_weight, self.k_norm_bias)
+        raw = torch.stack([keys, self.gate(x).float()], 1)
         for segment in batch.segments:
             self._write(raw[segment.rows], segment, cache)
 
@@ -83,8 +82,8 @@ class Indexer:
         if not scored:
             return [Selection(s.num_tokens, _no_rows(x.device)) for s in batch.segments]
         q = self.wq_b(q_latent).float().view(len(x), self.heads, self.head_dim)
-        head_weights = self.weights_proj.in_float32(x) * (self.heads * self.head_dim) ** -0.5
-        return [self._select_segment(q[s.rows], head_weights[s.rows], s, cache) for s in batch.segments]
+        weights = self.weights_proj.in_float32(x) * (self.heads * self.head_dim) ** -0.5
+        return [self._select_segment(q[s.rows], weights[s.rows], s, cache) for s in batch.segments]
 
     def pool_keys(self, raw: Tensor) -> Tensor:
         """raw [pools, index_kpool, 2, head_dim] (key, gate) -> pooled keys [pools, head_dim] float32."""
@@ -116,14 +115,12 @@ class Indexer:
         if kept:
             ring[ring_index(end - kept, end, ring)] = raw[len(raw) - kept :]
 
-    def _select_segment(
-        self, q: Tensor, head_weights: Tensor, segment: Segment, cache: IndexCache
-    ) -> Selection:
+    def _select_segment(self, q: Tensor, weights: Tensor, segment: Segment, cache: IndexCache) -> Selection:
         first = segment.start - self.first_slot
         num_dense = min(max(self.dense_rows - first, 0), segment.num_tokens)
         if num_dense == segment.num_tokens:
             return Selection(num_dense, _no_rows(q.device))
-        q, head_weights, first = q[num_dense:], head_weights[num_dense:], first + num_dense
+        q, weights, first = q[num_dense:], weights[num_dense:], first + num_dense
         num_entries = (first + len(q)) // self.pool + self.first_slot
         keys = read_prefix(cache.pooled, segment.block_table, num_entries)[self.first_slot :].float()
         block = max(1, SCORE_BLOCK_BYTES // (4 * self.heads * len(keys)))
@@ -131,7 +128,7 @@ class Indexer:
         for begin in range(0, len(q), block):
             part = slice(begin, begin + block)
             query_rows = torch.arange(first + begin, first + min(begin + block, len(q)), device=q.device)
-            scores = pool_scores(q[part], keys, head_weights[part])
+            scores = pool_scores(q[part], keys, weights[part])
             rows.append(select_rows(scores, query_rows, self.pool, self.topk_pools))
         return Selection(num_dense, torch.cat(rows))
 

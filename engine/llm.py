@@ -81,7 +81,7 @@ class LLM:
         architecture = DRAFT_ARCHITECTURE if self.draft_tokens else None
         policy = policy_from(options, Capability(export_grid=EXPORT_GRID_TOKENS), architecture)
         first_slot = int(policy.filing == "token")
-        self.mtp = Mtp(tree, config, self.model, first_slot) if self.draft_tokens else None
+        self.mtp = Mtp(tree, self.model, first_slot) if self.draft_tokens else None
         tree.finish()
         self.has_mtp = tree.has_mtp  # whether the checkpoint has a draft layer
         kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device, self.draft_tokens)

@@ -44,8 +44,8 @@ class DecoderLayer:
         self.ffn_site = HyperConnection(tree, "hc_ffn", config)
         self.input_norm = tree.tensor("input_layernorm.weight")
         self.post_attention_norm = tree.tensor("post_attention_layernorm.weight")
-        mixer = Kda if config.layer_types[index] == "kda" else Mla
-        self.mixer: Kda | Mla = mixer(tree.at("self_attn"), config, dtype)
+        own, is_kda = tree.at("self_attn"), config.layer_types[index] == "kda"
+        self.mixer = Kda(own, config, dtype) if is_kda else Mla(own, config, dtype, first_slot=0)
         ffn = Mlp if config.mlp_layer_types[index] == "dense" else Moe
         self.ffn: Mlp | Moe = ffn(tree.at("mlp"), config, dtype)
 

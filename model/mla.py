@@ -38,9 +38,7 @@ class Mla:
     `first_slot` 0: row r of the layer lies in slot r (trunk); 1: in slot r + 1, and slot 0 stays empty (MTP).
     """
 
-    def __init__(
-        self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype, first_slot: int = 0
-    ) -> None:
+    def __init__(self, tree: WeightTree, config: Glm5NextConfig, dtype: torch.dtype, first_slot: int) -> None:
         self.heads, self.first_slot, self.dtype = config.num_attention_heads, first_slot, dtype
         self.rms_eps, self.scale = config.rms_norm_eps, config.qk_nope_head_dim**-0.5
         self.q_a_proj = Linear(tree.linear("q_a_proj"), dtype)

@@ -24,7 +24,6 @@ import torch
 from torch import Tensor
 
 from model.batch import Batch
-from model.config import Glm5NextConfig
 from model.glm5_next import Glm5Next
 from model.indexer import Selection
 from model.linear import Linear, matmul_dtype
@@ -53,9 +52,8 @@ class DraftCache:
 class Mtp:
     """The draft layer, `layers.{num_hidden_layers}` of the checkpoint; shares the trunk's embedding and head."""
 
-    def __init__(
-        self, tree: WeightTree, config: Glm5NextConfig, trunk: Glm5Next, first_slot: int = 1
-    ) -> None:
+    def __init__(self, tree: WeightTree, trunk: Glm5Next, first_slot: int = 1) -> None:
+        config = trunk.config
         tree = tree.at(f"layers.{config.num_hidden_layers}")
         product = matmul_dtype(trunk.dtype, trunk.device)
         self.trunk, self.eps, self.first_slot = trunk, config.rms_norm_eps, first_slot

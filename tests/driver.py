@@ -23,7 +23,7 @@ def load_model(directory: Path, dtype: torch.dtype = torch.float32) -> tuple[Glm
     config = load_config(directory)
     tree = load_weights(directory, config, linear_dtype=torch.float32, device=CPU)
     trunk = Glm5Next(tree, config, dtype, CPU)
-    mtp = Mtp(tree, config, trunk)
+    mtp = Mtp(tree, trunk)
     tree.finish()
     return trunk, mtp
 

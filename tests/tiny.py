@@ -77,7 +77,7 @@ def model(overrides: Overrides | None = None, config: Glm5NextConfig = TINY) -> 
     """Trunk and MTP layer in float32."""
     weights = tree(overrides, config)
     trunk = Glm5Next(weights, config, torch.float32, CPU)
-    return trunk, Mtp(weights, config, trunk)
+    return trunk, Mtp(weights, trunk)
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:

@@ -70,7 +70,7 @@ def subject(name: str, dtype: torch.dtype = torch.float32) -> Subject:
     }
     weights = tiny.tree(decay, config)
     model = Glm5Next(weights, config, dtype, driver.CPU)
-    return Subject(model, Mtp(weights, config, model), (81, 49, 37))
+    return Subject(model, Mtp(weights, model), (81, 49, 37))
 
 
 class Ask(NamedTuple):

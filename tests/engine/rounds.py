@@ -47,7 +47,7 @@ def models() -> tuple[Glm5Next, Mtp]:
     }
     weights = tiny.tree(decay, config)
     trunk = Glm5Next(weights, config, torch.float32, driver.CPU)
-    return trunk, Mtp(weights, config, trunk)
+    return trunk, Mtp(weights, trunk)
 
 
 class Scripted(Sampler):

@@ -21,7 +21,7 @@ TOLERANCE = 1e-5
 
 @pytest.fixture(scope="module")
 def mla() -> Mla:
-    return Mla(tiny.tree().at(LAYER), CONFIG, torch.float32)
+    return Mla(tiny.tree().at(LAYER), CONFIG, torch.float32, first_slot=0)
 
 
 class Run:

@@ -90,7 +90,7 @@ class BlockManager:
         if not reuse.state_at:
             return None
         key = self._keys(request).at(reuse.state_at)
-        return self._checkpoint(reuse.state_at, [_taken(pool.find(key)) for pool in self._state_pools])
+        return Checkpoint(reuse.state_at, *(_taken(pool.find(key)) for pool in self._state_pools))
 
     def _shared(self, request: Request, reuse: Reuse) -> list[list[int]]:
         """Published pages of the tokens below `attention_to`, by group."""
@@ -233,9 +233,8 @@ class BlockManager:
         computed = request.num_computed_tokens
         prefill = Prefill(len(request.prompt), request.num_known_tokens)
         copyable = self.slots.size > 1  # a hit reads one slot and writes another
-        if not (copyable and self.policy.hands_over(computed, prefill)):
-            return False
-        return not self._complete(self._keys(request).at(computed))
+        wanted = copyable and self.policy.hands_over(computed, prefill)
+        return wanted and not self._complete(self._keys(request).at(computed))
 
     def _give_up(self, request: Request, checkpoint: Checkpoint, findable: bool) -> None:
         """Release a held checkpoint, findable from now on or not."""
@@ -253,16 +252,12 @@ class BlockManager:
         return _places(checkpoint)[: 1 + (position <= request.num_drafted_tokens)]
 
     def _reserve(self, position: int) -> Checkpoint:
-        return self._checkpoint(position, [_taken(pool.allocate()) for pool in self._state_pools])
+        return Checkpoint(position, *(_taken(pool.allocate()) for pool in self._state_pools))
 
     def _release(self, checkpoint: Checkpoint | None) -> None:
         if checkpoint is not None:
             for pool, place in zip(self._state_pools, _places(checkpoint), strict=True):
                 pool.release(place)
-
-    @staticmethod
-    def _checkpoint(position: int, places: list[int]) -> Checkpoint:
-        return Checkpoint(position, places[0], places[1] if len(places) > 1 else None)
 
     def _keys(self, request: Request) -> KeyChain:
         if request.keys is None:

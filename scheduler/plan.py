@@ -15,7 +15,7 @@ class Checkpoint(NamedTuple):
 
     position: int
     slot: int
-    companion: int | None
+    companion: int | None = None
 
 
 @dataclass(frozen=True)

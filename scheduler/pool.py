@@ -102,8 +102,7 @@ class Pool:
 
     def evict_all(self) -> None:
         """Forget every idle place and every key; referenced places stay with their holders, unfindable."""
-        for place in self._idle:
-            self._free.append(place)
+        self._free.extend(self._idle)
         self._idle.clear()
         self._key_of.clear()
         self._place_of.clear()

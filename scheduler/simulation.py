@@ -6,12 +6,14 @@ anything is generated: rolling checkpoints are private then and do not count.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
 
 from scheduler.block_manager import BlockManager
 from scheduler.checkpoint_policy import Policy
 from scheduler.plan import ScheduledChunk, StepPlan, StepResult
 from scheduler.request import Request
-from scheduler.scheduler import Scheduler
+from scheduler.scheduler import NO_CAP, Scheduler
 
 INVENTED_TOKEN = 1 << 40  # above every vocabulary: invented tokens never equal prompt tokens
 
@@ -33,32 +35,19 @@ class RequestTrace:
 
 
 class Simulation:
-    """One scheduler over pools of the given sizes; caches persist from `run` to `run`."""
+    """One scheduler over pools of the given sizes; `budgets` are Scheduler's, by name, else plenty. Caches
+    persist from `run` to `run`."""
 
     def __init__(
-        self,
-        policy: Policy,
-        *,
-        max_batched_tokens: int,
-        mixed_prefill_tokens: int = 0,
-        num_blocks: int = 1 << 20,
-        num_slots: int = 1 << 16,
-        max_running_requests: int = 256,
+        self, policy: Policy, *, num_blocks: int = 1 << 20, num_slots: int = 1 << 16, **budgets: Any
     ) -> None:
-        self.scheduler = Scheduler(
-            BlockManager(policy, num_blocks, num_slots),
-            max_batched_tokens=max_batched_tokens,
-            context_limit=1 << 40,
-            max_running_requests=max_running_requests,
-            mixed_prefill_tokens=mixed_prefill_tokens,
-        )
-        self._num_requests = 0
-        self._num_invented = 0
+        plenty = {"context_limit": 1 << 40, "max_running_requests": 256, "mixed_prefill_tokens": NO_CAP}
+        self.scheduler = Scheduler(BlockManager(policy, num_blocks, num_slots), **plenty | budgets)
+        self._ids, self._invented = count(), count(INVENTED_TOKEN + 1)
 
     def request(self, tokens: Sequence[int], new_tokens: int = 1, external: int = 0) -> Request:
         """A request for `new_tokens` tokens; an external store brings the first `external` of its prompt."""
-        self._num_requests += 1
-        return Request(self._num_requests - 1, tokens, new_tokens, num_external_tokens=external)
+        return Request(next(self._ids), tokens, new_tokens, num_external_tokens=external)
 
     def run(self, requests: Iterable[Request]) -> tuple[list[RequestTrace], list[StepPlan]]:
         """Run requests that arrive together to their ends."""
@@ -74,11 +63,8 @@ class Simulation:
         """One step; `traces` of requests that finish their prefill in it are completed."""
         plan = self.scheduler.schedule()
         assert plan.chunks, f"nothing could be scheduled: {dict(plan.waits)}"
-        tokens = {}
-        for chunk in plan.chunks:
-            if chunk.samples:
-                self._num_invented += 1
-                tokens[chunk.request_id] = (INVENTED_TOKEN + self._num_invented,)
+        sampled = [chunk.request_id for chunk in plan.chunks if chunk.samples]
+        tokens = {request_id: (next(self._invented),) for request_id in sampled}
         self.scheduler.commit(plan, StepResult(tokens, num_drafted=ends_of(plan)))
         for chunk in plan.chunks:
             trace = traces[chunk.request_id]

@@ -42,7 +42,7 @@ def models() -> tuple[Glm5Next, Mtp]:
                      mlp_layer_types=("dense", "sparse", "sparse"))  # fmt: skip
     decay = {
         spec.name: tiny.normal(*spec.shape, seed=i) - 3
-        for i, spec in enumerate(parameter_specs(config, num_layers=3))
+        for i, spec in enumerate(parameter_specs(config))
         if spec.name.endswith("dt_bias")
     }
     weights = tiny.tree(decay, config)
@@ -79,7 +79,7 @@ class Rounds:
         trunk, mtp = models()
         shape = CacheShape(NUM_BLOCKS, BLOCK, NUM_SLOTS, MAX_RUNNING, depth, not index_share)
         self.cache = allocate_trunk(trunk.config, shape, trunk.dtype, driver.CPU)
-        self.draft = allocate_draft(trunk.config, shape, trunk.dtype, driver.CPU)
+        self.draft = allocate_draft(trunk.config, shape, trunk.dtype, driver.CPU, torch.float32)
         driver.poison({0: self.cache.recurrent, 1: self.draft, **self.cache.mla}, torch.nan)
         self.runner = Runner(trunk, self.cache, Drafter(mtp, self.draft, depth, index_share))
         scratch = (

@@ -193,12 +193,12 @@ class Policy:
             points.add(self.floor(last - 1) - self.dropped)
         if "extend" in self.retain:
             points.add(self.floor(request.prompt - self.ahead) - self.dropped)
-        if "chunk-ends" in self.retain and not self.capability.exports and not published:
+        if "chunk-ends" in self.retain and not self.capability.exports:
             points.add(self.floor(request.known) - self.dropped)
         if "crossed" in self.retain or ("chunk-ends" in self.retain and end == self.floor(end)):
             points.add(self.floor(end))
         if "all" in self.retain:
-            points.update(range(self.floor(start) + self.block_size, end + 1, self.block_size))
+            points.update(range(self.floor(start), end + 1, self.block_size))
         if not published:
             points.add(self._rolling(end, request))
         return {m for m in points if start < m <= end}

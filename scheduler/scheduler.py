@@ -152,7 +152,9 @@ class Scheduler:
             if self.blocks.blocks_for(request.cache_end(chunk.end, self.scratch_tokens)) - held <= pages:
                 self._plan(request, chunk, self._take(request, chunk))
                 return chunk.end - start
-            if not self._preempt_youngest(request):
+            if request.decodes and offer[0] > 1:
+                offer = (1, 1)  # drafts go before anybody has to leave
+            elif not self._preempt_youngest(request):
                 return self._wait(request, "waits for pages")
 
     def _admit(self, request: Request, offer: tuple[int, int]) -> int:
@@ -203,7 +205,7 @@ class Scheduler:
         drafts, reason = request.drafts, chunk.reason
         if known + len(drafts) > end and drafts:
             drafts = drafts[: end - known]
-            reason += f", {len(drafts)} of {len(request.drafts)} drafts: budget"
+            reason += f", {len(drafts)} of {len(request.drafts)} drafts: no room"
         self._chunks[request.request_id] = ScheduledChunk(
             request_id=request.request_id,
             token_ids=(*request.tokens(start, end), *drafts),

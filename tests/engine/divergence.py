@@ -82,9 +82,10 @@ def first_divergence(
 ) -> Divergence | None:
     """Compare a player's recorded forwards with its tokens in one forward each."""
     known: dict[int, Streams] = {}
+    said = [[*request.prompt, *request.output] for request in player.requests]
     for request in player.requests:
         with recording(model) as whole:
-            driver.hidden_states(model, [*request.prompt, *request.output])
+            driver.hidden_states(model, said[request.request_id])
         known[request.request_id] = whole[0]
     for step, (plan, streams) in enumerate(zip(player.plans, forwards, strict=True)):
         for (layer, name), rows in streams.items():
@@ -92,7 +93,7 @@ def first_divergence(
                 plan.chunks, rows.split([len(c.token_ids) for c in plan.chunks]), strict=True
             ):
                 expected = known[chunk.request_id][layer, name]
-                size = off_by(own, expected, chunk)
+                size = off_by(own, expected, chunk)[: num_standing(chunk, said[chunk.request_id])]
                 if size.isnan().any() or size.max() > tolerance:
                     row = int((~(size <= tolerance)).nonzero()[0])
                     where = (chunk.request_id, chunk.start + row)
@@ -101,8 +102,15 @@ def first_divergence(
 
 
 def off_by(own: Tensor, expected: Tensor, chunk: ScheduledChunk) -> Tensor:
-    """Largest difference of each of a chunk's rows, [num_tokens], relative to the largest entry."""
-    return (own - expected[chunk.start : chunk.end]).abs().amax(1) / expected.abs().max()
+    """Largest difference of each of a chunk's rows that can be compared, relative to the largest entry."""
+    rows = expected[chunk.start : chunk.end]
+    return (own[: len(rows)] - rows).abs().amax(1) / expected.abs().max()
+
+
+def num_standing(chunk: ScheduledChunk, tokens: Sequence[int]) -> int:
+    """How many of a chunk's tokens are the request's, before the first draft that was wrong."""
+    different = first_difference(chunk.token_ids, tokens[chunk.start : chunk.end])
+    return len(chunk.token_ids) if different is None else different
 
 
 def margin(model: Glm5Next, tokens: Sequence[int]) -> float:

@@ -55,8 +55,8 @@ class Probe:
     """An engine; requests and samplers by request id."""
 
     def __init__(self, filing: str = "token", *, model: Any = TINY, **options: Any) -> None:
-        settings = {"kv_tokens": 1024, "max_running_requests": 3, "block_size": BLOCK, "seed": 0} | options
-        self.llm = LLM(model, dtype="float32", debug=True, draft_filing=filing, **settings)
+        settings = {"kv_tokens": 1024, "max_running_requests": 3, "block_size": BLOCK, "debug": True}
+        self.llm = LLM(model, dtype="float32", draft_filing=filing, **settings | options)
         self.blocks, self.cache = self.llm.scheduler.blocks, self.llm.runner.cache
         clear_freed(self.blocks.slots, slot_tensors(self.cache), self.before_slot_reuse)
         clear_freed(self.blocks.groups[0], page_tensors(self.cache), ignore)

@@ -65,10 +65,11 @@ def drafts_of(chunk: ScheduledChunk) -> tuple[int, ...]:
 
 
 class Oracle:
-    """A runner without a model, for requests whose answers are known; `first_slot` as the draft layer's."""
+    """A runner without a model, for requests whose answers are known; `first_slot` is the draft layer's, or None."""
 
     def __init__(self, answer: Answer) -> None:
-        self.answer, self.prompts, self.first_slot = answer, dict[int, Sequence[int]](), 1
+        self.answer, self.prompts = answer, dict[int, Sequence[int]]()
+        self.first_slot: int | None = None
 
     def execute(self, plan: StepPlan) -> StepResult:
         tokens, num_drafted = {}, {}
@@ -81,5 +82,6 @@ class Oracle:
                 tokens[chunk.request_id] = tuple(following[: accepted + 1])
                 known += accepted + 1
             known += chunk.next_token is not None
-            num_drafted[chunk.request_id] = known - 1 + self.first_slot
+            if self.first_slot is not None:
+                num_drafted[chunk.request_id] = known - 1 + self.first_slot
         return StepResult(tokens, num_drafted=num_drafted)

@@ -131,7 +131,7 @@ class Player:
         self.drafts, first_slot = drafts, int(policy.filing == "token")
         self.runner: Runner | Oracle
         if isinstance(executor, Oracle):
-            self.runner, executor.first_slot = executor, first_slot
+            self.runner, executor.first_slot = executor, first_slot if depth else None
             return
         shape = CacheShape(
             num_blocks, policy.block_size, num_slots, max_running, depth, not drafts.index_share

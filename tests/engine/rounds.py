@@ -29,6 +29,7 @@ from tests import driver, tiny
 
 BLOCK, POOL, DEPTH = 16, tiny.TINY.index_kpool, 3
 NUM_BLOCKS, NUM_SLOTS, MAX_RUNNING = 320, 96, 64
+NUM_TEXTS, PLAIN_TOKENS = 8, 150
 POLICY = make_policy("ours", Capability(export_grid=EXPORT_GRID_TOKENS), draft_architecture=DRAFT_ARCHITECTURE,
                      block_size=BLOCK, retain=["all"])  # fmt: skip
 Contents = dict[str, Tensor]
@@ -176,17 +177,19 @@ def live(ring: Tensor, num_rows: int) -> Tensor:
 
 
 class Plain:
-    """A text of the model's own, and what a request without drafts holds at every count of its tokens."""
+    """A text of the model's own, and what its request, without drafts, holds at every count of its tokens."""
 
-    def __init__(self, seed: int, prompt: int, new_tokens: int) -> None:
-        rounds = Rounds(depth=0)
-        self.rounds = rounds
-        self.request = rounds.add(tiny.token_ids(prompt, seed=seed), prompt, new_tokens)
+    def __init__(self, rounds: Rounds, seed: int) -> None:
+        self.rounds, self.request = rounds, rounds.add(tiny.token_ids(5, seed=seed), 5, PLAIN_TOKENS)
         self.states: dict[int, Contents] = {}
-        while len(self.request.output) < new_tokens - 1:
-            rounds.step()
-            self.states[self.request.num_computed_tokens] = rounds.running(self.request)
-        self.text = [*self.request.prompt, *self.request.output]
+
+    @property
+    def text(self) -> list[int]:
+        return [*self.request.prompt, *self.request.output]
+
+    def note(self) -> None:
+        """Keep what the request carries now."""
+        self.states[self.request.num_computed_tokens] = self.rounds.running(self.request)
 
     def pages(self, computed: int, num_drafted: int) -> Contents:
         return self.rounds.pages(self.request, computed, num_drafted)
@@ -197,5 +200,12 @@ class Plain:
 
 
 @lru_cache
-def plain(seed: int) -> Plain:
-    return Plain(seed, prompt=5, new_tokens=700 if seed == 0 else 80)
+def plain() -> list[Plain]:
+    """Texts that run beside each other; none of them ends, so that their pages can be read."""
+    rounds = Rounds(depth=0)
+    texts = [Plain(rounds, seed) for seed in range(NUM_TEXTS)]
+    for _ in range(PLAIN_TOKENS - 1):
+        rounds.step()
+        for text in texts:
+            text.note()
+    return texts

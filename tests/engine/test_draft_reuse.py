@@ -72,7 +72,7 @@ def test_resumed_after_preemption(filing: str, share: bool) -> None:
 
 @ways
 def test_first_requests_that_never_draft(filing: str, share: bool) -> None:
-    """I37: after `max_tokens` 1 the prompt's draft pages are all there, and the next request hits as without a drafter."""
+    """I37: after `max_tokens` 1 the prompt's draft pages are all there: hits are those without a drafter."""
     used, plain = probe(filing, share), Probe(filing, draft_tokens=0)
     for length in (81, 80):
         hits = [[each.run((TEXT[:length], n))[0].cached_tokens for n in (1, 8)] for each in (used, plain)]
@@ -109,7 +109,7 @@ def test_33_the_boundary_row_of_the_draft_cache_belongs_to_another_continuation(
 
 @pytest.mark.parametrize(("filing", "wrong"), [("drop", [False, False, True]), ("off", [False, True, True])])
 def test_33_drop_and_off_draft_from_the_other_continuation(filing: str, wrong: list[bool]) -> None:
-    """Their tokens are right all the same (`errors` compares them). Under `drop` only the second run of B meets A's page."""
+    """Tokens are right all the same (`errors` looks). Under `drop` only the second run of B meets A's page."""
     used = probe(filing, retain="all")
     errors = branching_pair(used, TEXT[:BLOCK])
     assert [max(each.values()) > 100 * TOLERANCE for each in errors] == wrong

@@ -14,8 +14,10 @@ from torch import Tensor
 
 from model import glm5_next
 from model.glm5_next import Glm5Next
+from scheduler.checkpoint_policy import DECLARED_DRAFT_ARCHITECTURE
 from tests import driver, tiny
-from tests.engine.equality import WHOLE, Ask, Player, Subject, policy_of, rounds, subject
+from tests.engine.drafts import Drafts, Script
+from tests.engine.equality import NEW_TOKENS, WHOLE, Ask, Player, Subject, policy_of, rounds, subject
 
 # Twice the largest difference of any logit from an uncached forward over the same tokens, as two logits may move
 # apart: 0.0625 measured with products in bfloat16, 0.0194 with states in bfloat16.
@@ -84,7 +86,7 @@ def test_a_row_has_the_same_bits_whoever_its_batch_mates_are(name: str, policy: 
     assert shapes[0] == shapes[1]
     assert players[0].requests[3].num_cached_tokens > 0
     own = [key for key in logits[0] if key[0] in (0, 3)]  # the shared prompt, cold and as a hit
-    assert len(own) == 2 * 5 and all(torch.equal(logits[0][key], logits[1][key]) for key in own)
+    assert len(own) == 2 * max(NEW_TOKENS) and all(torch.equal(logits[0][key], logits[1][key]) for key in own)
     assert not torch.equal(logits[0][1, 0], logits[1][1, 0])
 
 
@@ -100,6 +102,23 @@ def test_other_shapes_choose_tokens_within_the_gap(
     player = Player(policy_of(policy, "token"), budget, of.model)
     player.play(rounds(scenario, of))
     assert any(request.num_cached_tokens for request in player.requests)
+    assert largest_gap(player, of.model) <= GAP
+
+
+@pytest.mark.parametrize("drafter", ["perfect", "adversarial", None])
+@pytest.mark.parametrize(
+    ("name", "budget", "scenario"), [("tiny", 16, "mates"), ("embedded", WHOLE, "extend")]
+)
+def test_verified_tokens_lie_within_the_gap(
+    name: str, budget: int, scenario: str, drafter: str | None
+) -> None:
+    of = subject_in_bfloat16(name)
+    drafts = Drafts(3, of.mtp, Script(drafter, 3, of.answer) if drafter else None)
+    policy = policy_of("ours", "token", DECLARED_DRAFT_ARCHITECTURE)
+    player = Player(policy, budget, of.model, drafts=drafts)
+    player.play(rounds(scenario, of))
+    assert any(request.num_cached_tokens for request in player.requests)
+    assert drafter is None or any(accepted for _, accepted in player.verified)
     assert largest_gap(player, of.model) <= GAP
 
 

@@ -37,7 +37,7 @@ def test_a_lone_slot_runs_without_checkpoints(policy: str) -> None:
 @pytest.mark.parametrize("budget", [24, WHOLE])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_pages_for_little_more_than_the_longest_request(policy: str, budget: int) -> None:
-    # 144 tokens; the branch, 89 tokens and its answer, and the next turn, 123 and its answer, fit alone.
+    # 144 tokens; the branch, 89 tokens and its answer, and the next turn, 128 and its answer, fit alone.
     chosen = policy_of(policy, "token")
     player = Player(chosen, budget, subject("tiny").model, num_blocks=-(-144 // chosen.block_size),
                     max_running=MAX_RUNNING)  # fmt: skip

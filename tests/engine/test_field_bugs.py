@@ -83,7 +83,7 @@ def test_g1_cancelled_at_an_awkward_moment(steps: int) -> None:
     assert last is not None and last.finish_reason == "cancelled" and llm.cancel(cancelled) is None
     run(llm)
     assert llm.result(other).token_ids == driver.greedy(llm.model, TEXT[:60], 6)
-    assert held(llm) == [0, 0]
+    assert not any(held(llm))
     assert_answers(llm, [TEXT[:90]])
 
 
@@ -143,7 +143,7 @@ def test_a_forward_that_raises_is_not_applied_twice(steps: int, monkeypatch: pyt
             llm.step()
     run(llm)
     assert [llm.result(i).token_ids for i in ids] == [driver.greedy(llm.model, p, 6) for p in prompts]
-    assert held(llm) == [0, 0]
+    assert not any(held(llm))
 
 
 def failing(execute: Callable[[StepPlan], StepResult]) -> Callable[[StepPlan], StepResult]:

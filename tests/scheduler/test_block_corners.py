@@ -26,9 +26,16 @@ def ran(blocks: BlockManager, prompt: list[int], end: int, publishes: tuple[int,
 
 
 def test_the_first_boundary_is_found_in_blocks_of_one_token() -> None:
-    blocks = manager(block=1)
-    ran(blocks, PROMPT[:3], 3, (1,))
-    assert blocks.lookup(Request(9, PROMPT, 8)) == Reuse(1, 3)
+    blocks, later = manager(block=1), Request(9, PROMPT, 8)
+    first = ran(blocks, PROMPT[:3], 3, (1,))
+    assert blocks.lookup(later) == Reuse(1, 3)
+    assert blocks.admit(later, Reuse(1, 3)) and later.tables == first.tables
+
+
+def test_without_retention_nothing_gets_a_key() -> None:
+    blocks = manager(retain=())
+    blocks.leave(ran(blocks, PROMPT, 70))
+    assert blocks.groups[0].num_keyed == blocks.slots.num_keyed == 0
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import pytest
 
-from scheduler.plan import StepPlan
+from scheduler.plan import StepPlan, StepResult
 from scheduler.request import Request
 from tests.scheduler.simulation import (
     DRAFTER,
@@ -58,7 +58,7 @@ class TestBudget:
         run.scheduler.max_batched_tokens = budget
         plan = run.schedule()
         assert [*sizes(plan).values()] == rows
-        reasons = [f"decode, {row - 1} of 3 drafts: budget" if row < 4 else "decode" for row in rows]
+        reasons = [f"decode, {row - 1} of 3 drafts: no room" if row < 4 else "decode" for row in rows]
         assert [chunk.reason for chunk in plan.chunks] == reasons
         run.commit(plan)
         assert [len(request.output) for request in requests[: len(rows)]] == [1 + row for row in rows]
@@ -84,10 +84,10 @@ class TestBudget:
 
     def test_a_deeper_drafter_is_cut_to_the_depth(self) -> None:
         run = loop()
-        request = decoding(run, 5)
-        run.scheduler.draft_tokens = 1
-        run.step()
-        assert len(request.drafts) == 1
+        request = run.add(prompt(5), 40)
+        plan = run.schedule()
+        run.scheduler.commit(plan, StepResult({0: (7,)}, drafts={0: (1, 2, 3, 4, 5)}, num_drafted={0: 6}))
+        assert request.drafts == (1, 2, 3)
 
 
 @pytest.mark.parametrize("right", range(DEPTH + 1))
@@ -229,14 +229,14 @@ def test_29_all_drafts_rejected_still_yields_a_token_a_step() -> None:
 class TestDraftWatermark:
     """A draft page whose rows were not made is not published; the target's pages do not wait for it."""
 
-    def test_37_a_prompt_alone_leaves_all_of_its_pages(self) -> None:
+    def test_a_prompt_alone_leaves_all_of_its_pages(self) -> None:
         run = loop()
         request = run.run(prompt(3 * BLOCK), 1)
         found = [group.num_found(request.keys or ()) for group in run.blocks.groups]
         assert found == [3, 3]
 
     @pytest.mark.parametrize("filing", ["token", "drop", "key", "tag"])
-    def test_37_tokens_of_a_last_step_may_lack_their_rows(self, filing: str) -> None:
+    def test_tokens_of_a_last_step_may_lack_their_rows(self, filing: str) -> None:
         """The last step crosses a boundary: with the rows it is found, without them the hit is lower by a block, and
         target pages and state are there all the same."""
         hits, target = [], []
@@ -270,7 +270,7 @@ def test_21_resends_at_once_are_all_admitted_and_draft_after_their_first_token()
 
 @pytest.mark.parametrize(("filing", "lost"), [("token", 0), ("drop", BLOCK)])
 @pytest.mark.parametrize("length", [40, 48, 49, 64, 100])
-def test_15_drafting_costs_a_hit_what_its_filing_drops_and_nothing_else(
+def test_drafting_costs_a_hit_what_its_filing_drops_and_nothing_else(
     filing: str, lost: int, length: int
 ) -> None:
     hits = []
@@ -302,7 +302,7 @@ def test_whoever_leaves_takes_its_drafts_along(how: str, launched: bool) -> None
     assert len(requests[1].output) == (40 if how == "preempt" else known - 20)
 
 
-def test_26_under_pressure_everybody_ends() -> None:
+def test_under_pressure_everybody_ends() -> None:
     """Pages for the drafts of one request at a time: the youngest gives way, and nobody waits for ever."""
     for right in range(DEPTH + 1):
         run = loop(pages=5, right=right, slots=4)
@@ -311,3 +311,14 @@ def test_26_under_pressure_everybody_ends() -> None:
         run.drain(2_000)
         assert run.scheduler.num_preemptions
         assert_right(run)
+
+
+def test_drafts_make_room_before_anybody_has_to_leave() -> None:
+    """Both prompts fill all pages but for three tokens; three drafts would need one more page."""
+    run = loop(pages=4, scratch=0, right=0)
+    run.add(prompt(29), 8)
+    run.add(prompt(29, 1), 3)
+    reasons = [chunk.reason for plan in run.drain() for chunk in plan.chunks if chunk.request_id == 0]
+    assert reasons[1].startswith("decode") and reasons[1].endswith("0 of 3 drafts: no room")
+    assert run.scheduler.num_preemptions == 0
+    assert_right(run)

@@ -1,14 +1,22 @@
-"""A chunk says why it ends where it does, and a policy that cannot be is refused with what was expected."""
+"""A chunk says why it ends where it does; a wish is masked by the kernel, and refused where it cannot be met."""
 
 import pytest
 
-from scheduler.checkpoint_policy import Capability, Prefill
+from scheduler.checkpoint_policy import PRESETS, Capability, Prefill
 from tests.scheduler.policy_driver import build, prefill
 
 
 def test_a_wait_is_explained() -> None:
     chunk = build("generic").chunk(4096, 100, Prefill(32_320, 32_320), 4096)
     assert (chunk.end, chunk.reason) == (4096, "waits: 100 tokens are less than one step of 512")
+
+
+def test_an_end_is_re_aligned_only_if_the_budget_reaches_further() -> None:
+    reasons = [build("seed").chunk(28_700, n, Prefill(32_320, 32_320), 4096).reason for n in (484, 485)]
+    assert reasons == ["budget", "aligned to 512"]
+    assert (
+        build("seed").chunk(28_700, 4096, Prefill(32_320, 32_320), 4096).reason == "re-aligned to the block"
+    )
 
 
 def test_a_stop_is_explained() -> None:
@@ -76,3 +84,20 @@ def test_refusals_name_what_was_found_and_what_is_expected(
 
 def test_token_filing_needs_no_declaration_without_a_drafter() -> None:
     assert build("ours", draft=None).dropped == 0
+
+
+def test_no_prefix_cache_needs_no_declaration() -> None:
+    assert build("none", draft="EagleModel").retain == frozenset()
+
+
+def test_a_preset_as_it_stands_assumes_a_drafter() -> None:
+    assert PRESETS["generic"].dropped == 512
+
+
+def test_overrides_mask_and_never_raise() -> None:
+    assert build("generic").capability == Capability(exports=0, free_chunk_ends=False)
+    assert build("seed", capability=Capability(exports=7)).capability.exports == 1
+    assert build("ours", capability=Capability(export_grid=32)).capability.export_grid == 32
+    assert build("ours", capability=Capability(exports=2, free_chunk_ends=False)).capability == Capability(
+        exports=2, free_chunk_ends=False
+    )

@@ -217,6 +217,7 @@ def test_a_running_state_is_handed_over_on_a_boundary_that_retention_would_roll_
 @pytest.mark.parametrize("drafter", ["EagleModel", "DeepSeekMTPModel"])
 def test_seed_is_generic_for_a_drafter_that_declares_nothing(drafter: str) -> None:
     generic = build("generic", draft=drafter)
+    assert build("seed", draft=drafter).name == "seed", "it is called what was asked for"
     for case in ({"prompt": 32_320}, {"prompt": 3000}, {"prompt": 32_320, "start": 28_700}):
         seed, plain = prefill(build("seed", draft=drafter), **case), prefill(generic, **case)
         assert (seed.chunks, seed.exports, seed.published) == (plain.chunks, plain.exports, plain.published)
@@ -247,14 +248,6 @@ def test_one_export_is_spent_on_the_first_boundary() -> None:
     trace = prefill(policy, 32_320, start=28_672, junctions=(30_016,))
     assert (trace.chunks, trace.exports) == ((3584, 64), (30_016,))
     assert trace.published == (30_016, 32_256, 32_320)
-
-
-def test_overrides_mask_and_never_raise() -> None:
-    assert build("generic").capability == Capability(exports=0, free_chunk_ends=False)
-    assert build("seed", capability=Capability(exports=7)).capability.exports == 1
-    assert build("ours", capability=Capability(exports=2, free_chunk_ends=False)).capability == Capability(
-        exports=2, free_chunk_ends=False
-    )
 
 
 def test_a_replayed_prompt_of_release_033_publishes_its_boundary_only_where_a_chunk_ends() -> None:
@@ -296,3 +289,15 @@ def test_decode_keeps_the_newest_boundary_that_was_crossed() -> None:
     assert ours.decode_boundary(1024, 1028) == (None, False)
     assert generic.decode_boundary(1022, 1025) == (1024, True)
     assert release.decode_boundary(1022, 1025) == (None, False)
+    assert build("ours", retain=["all"]).decode_boundary(1022, 1025) == (1024, True)
+
+
+def test_all_publishes_an_end_on_a_boundary_too() -> None:
+    chunk = build("ours", retain=["all"]).chunk(64, 128, Prefill(1000, 1000), 128)
+    assert (chunk.exports, chunk.publishes) == ((128,), (128, 192))
+
+
+def test_a_budget_below_the_export_grid_still_ends_on_it() -> None:
+    policy, request = build("ours"), Prefill(1000, 1000)
+    assert policy.chunk(0, 12, request, 12).end == 12
+    assert policy.chunk(8, 12, request, 12).end == 16

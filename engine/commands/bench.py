@@ -17,6 +17,7 @@ IDLE = {  # what does not act in which mode
 }
 EXAMPLES = """examples:
   python cli.py bench --no-peer --prefill 512 --repeat 3 --json
+  python cli.py bench --speculation tests/data/heldout.json --decode 200
   python cli.py bench --scheduler"""
 
 

@@ -190,7 +190,9 @@ class TestBench:
         assert (greedy["acceptance"], greedy["mean_accepted_length"]) == ([1, 1, 1], 3.5)
         for row in results:
             plain, drafting = row["ms_per_step"].values()
-            assert set(row["ms_per_step"]) == {"depth 0", "depth 3"} and all(drafting.values())
+            assert set(row["ms_per_step"]) == {"depth 0", "depth 3"}
+            # What a prompt took is in neither: parts that held it would leave less than nothing for the rest.
+            assert min(drafting.values()) > 0 and plain["other"] > 0
             assert [name for name, ms in plain.items() if not ms] == ["catch_up", "draft"]
             parts = sum(ms for name, ms in drafting.items() if name != "other")
             ceiling = row["mean_accepted_length"] * (plain["verify"] + plain["accept"]) / parts

@@ -16,9 +16,8 @@ IDLE = {  # what does not act in which mode
     "speculation": ("prefill", "after", "repeat", "no_peer"),
 }
 EXAMPLES = """examples:
-  python cli.py bench --no-peer --prefill 512 --repeat 3 --json
   python cli.py bench --speculation tests/data/heldout.json --decode 200
-  python cli.py bench --scheduler"""
+  python cli.py bench --no-peer --prefill 512 --repeat 3 --json"""
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

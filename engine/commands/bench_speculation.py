@@ -1,10 +1,10 @@
-"""The speculation's half of `bench`: what drafting brings on a text's own prompts, and what it could bring at most.
+"""The speculation's half of `bench`: what drafting brings on given prompts, and what it could bring at most.
 
-Prompts are cut from a text at equal distances; two engines, without drafts and with the default depth, answer each in
-turn, batch 1, stop ids ignored, greedily and at temperature 0.8. Only decode steps count: a prompt's first token and
-the drafts made with it are outside. Every part is a sum over all prompts, divided by the steps. The ceiling is the
-speed-up if steps had no other parts: mean_accepted_length x t_decode / (t_verify + t_draft), where t_decode is verify
-and accept without drafts, t_verify is verify, accept and roll back, t_draft is catch up and draft.
+Two engines, without drafts and with the default depth, answer every prompt in turn, batch 1, stop ids ignored, greedily
+and at temperature 0.8. Only decode steps count: a prompt's first token and the drafts made with it are outside. Every
+part is a sum over all prompts, divided by the steps. The ceiling is the speed-up if steps had no other parts:
+mean_accepted_length x t_decode / (t_verify + t_draft), where t_decode is verify and accept without drafts, t_verify is
+verify, accept and roll back, t_draft is catch up and draft.
 """
 
 import argparse
@@ -29,8 +29,7 @@ class Timed:
     """An engine whose decode steps are counted and timed, part by part."""
 
     def __init__(self, args: argparse.Namespace, depth: int) -> None:
-        kv_tokens = 4 * (args.after + args.decode)
-        self.llm = LLM(args.model or EMBEDDED_MODEL, draft_tokens=depth, kv_tokens=kv_tokens)
+        self.llm = LLM(args.model or EMBEDDED_MODEL, draft_tokens=depth)
         self.reset()
         for name in PARTS:
             self._time(name)
@@ -75,18 +74,18 @@ def run(args: argparse.Namespace) -> int:
     """Measure and print; 0 when every prompt was answered."""
     if args.decode < 3:  # two tokens after the prompt's: then a step can verify a draft
         raise ValueError(f"--decode is {args.decode}, expected at least 3 with --speculation")
+    content = decode_utf8(args.speculation.read_bytes(), str(args.speculation))
+    try:
+        texts = json.loads(content)
+    except ValueError:
+        texts = None
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+        raise ValueError(f'{args.speculation} is no list of prompts; expected JSON, ["text", "text"]')
     torch.set_num_threads(args.threads)
     engines = [Timed(args, depth) for depth in (0, DEFAULT_DRAFT_TOKENS)]
-    ids = engines[0].llm.encode(decode_utf8(args.speculation.read_bytes(), str(args.speculation)))
-    if len(ids) < args.repeat * args.after:
-        wanted = (
-            f"--repeat {args.repeat} prompts of --after {args.after} tokens; lower one, or give more text"
-        )
-        raise ValueError(f"{args.speculation} has {len(ids)} tokens, too few for {wanted}")
-    starts = [i * len(ids) // args.repeat for i in range(args.repeat)]
-    prompts = [ids[start : start + args.after] for start in starts]
+    prompts = [engines[0].llm.encode(text) for text in texts]
     results = [measure(engines, prompts, args.decode, temperature) for temperature in TEMPERATURES]
-    facts = {"machine": machine(args.threads), "prompts": args.repeat, "tokens": args.decode}
+    facts = {"machine": machine(args.threads), "prompts": len(prompts), "tokens": args.decode}
     print(json.dumps(facts | {"results": results}, indent=1) if args.json else table(results))
     return 0
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.llm import EMBEDDED_MODEL, LLM
-from scheduler.simulation import RequestTrace, Simulation
-from scheduler.workloads import WORKLOADS, Workload
+from scheduler.simulation import Simulation
+from scheduler.workloads import WORKLOADS, Rounds, Workload
 from tests.cli.test_bad_input import assert_refused
 from tests.command import run_cli
 
@@ -145,10 +145,8 @@ def test_tokens_run_again_after_a_preemption_are_counted(
 ) -> None:
     """Two answers that outgrow the pages for less than both: without a cache the younger request starts over."""
 
-    def outgrow(simulation: Simulation) -> tuple[list[RequestTrace], list[RequestTrace]]:
-        both = [simulation.request(range(start, start + 640), new_tokens=200) for start in (0, 1000)]
-        traces, _ = simulation.run(both)
-        return traces, traces
+    def outgrow(simulation: Simulation) -> Rounds:
+        yield [simulation.request(range(start, start + 640), new_tokens=200) for start in (0, 1000)]
 
     monkeypatch.setitem(WORKLOADS, "outgrow", Workload("outgrow", outgrow, kv_tokens=1536))
     (row,) = rows(capsys, "--policy", "none", "--workloads", "outgrow")

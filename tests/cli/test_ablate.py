@@ -229,7 +229,7 @@ class TestRun:
         monkeypatch.setattr("engine.commands.ablate_run.engine", lambda cell, _: LLM(
             EMBEDDED_MODEL, kv_tokens=64, block_size=cell.block_size, max_batched_tokens=cell.max_batched_tokens))  # fmt: skip
         lists = ("--block-size", "16,64", "--max-batched-tokens", "512,4096")
-        rows = json.loads(run_cli(capsys, "ablate", "--run", "--policy", "ours", *lists, "--json").out)
+        rows = run_cli(capsys, "ablate", "--run", "--policy", "ours", *lists, "--json").document
         assert {(row["block"], row["budget"]) for row in rows} == {
             (16, 512),
             (16, 4096),

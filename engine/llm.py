@@ -85,6 +85,8 @@ class LLM:
         tree.finish()
         self.has_mtp = tree.has_mtp  # whether the checkpoint has a draft layer
         kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device, self.draft_tokens)
+        if not (options.index_share or self.draft_tokens):
+            raise ValueError("index_share acts between draft passes, and none is made here; leave it out")
         self.index_share = options.index_share and config.index_share_for_mtp_iteration
         shape = CacheShape(
             max(kv_tokens // policy.block_size, 1), policy.block_size,

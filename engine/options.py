@@ -57,8 +57,6 @@ class EngineOptions:
                 raise ValueError(f"{name} is {value}, expected at least 0")
         if self.draft_tokens is not None and not 0 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
             raise ValueError(f"draft_tokens is {self.draft_tokens}, expected 0 to {MAX_DRAFT_TOKENS}")
-        if not self.index_share and self.draft_tokens == 0:
-            raise ValueError("index_share acts between draft passes and draft_tokens is 0; leave one out")
         if self.num_layers is not None and not self.random_weights:
             raise ValueError("num_layers acts with random weights only; a real model needs all its layers")
         SamplingParams(seed=self.seed)  # the range of seeds is a request's

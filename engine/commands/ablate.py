@@ -37,7 +37,7 @@ PLENTY_TOKENS, PLENTY_SLOTS = 1 << 24, 1 << 14
 RUNNING = 8  # requests that any workload has at once
 # 34 KDA layers of 16 heads: a float32 matrix of 128 x 128 each, and three bfloat16 rows of q, k, v.
 CHECKPOINT_BYTES = 34 * 16 * (128 * 128 * 4 + 3 * 3 * 128 * 2)
-OF_RUN, OF_ARITHMETIC = ("rounds", "prompt_tokens"), ("workloads",)
+OF_RUN, OF_ARITHMETIC = ("rounds", "prompt_tokens"), ("workloads", "draft_architecture")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,9 +62,8 @@ def run(args: argparse.Namespace) -> int:
     if args.run:
         from engine.commands.ablate_run import measured_rows  # needs torch
 
-        rows = measured_rows(
-            {label(cell): cell for cell in cells(args)}, args.rounds or 3, args.prompt_tokens
-        )
+        labelled = [(label(cell), cell) for cell in cells(args)]
+        rows = measured_rows(labelled, args.rounds or 3, args.prompt_tokens)
     else:
         workloads = named_workloads(args.workloads)
         rows = [simulated_row(cell, workload) for cell in cells(args) for workload in workloads]

@@ -10,7 +10,7 @@ import argparse
 import random
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import fields
 from statistics import mean, median
 from typing import Any
@@ -28,24 +28,25 @@ FIRST_TOKEN_ID = 16  # below are the embedded model's special tokens
 
 
 def measured_rows(
-    cells: Mapping[str, argparse.Namespace], rounds: int, prompt_tokens: int | None
+    cells: Sequence[tuple[str, argparse.Namespace]], rounds: int, prompt_tokens: int | None
 ) -> list[dict[str, Any]]:
     """A row of medians per policy and workload, the readings of its rounds beside them."""
     torch.set_num_threads(1)
     length = prompt_tokens or PROMPT
-    engines = {name: engine(cell, length) for name, cell in cells.items()}
-    readings: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    engines = [engine(cell, length) for _, cell in cells]
+    readings: dict[tuple[int, str], list[dict[str, Any]]] = {}
     for seed in range(rounds):
-        for name, llm in engines.items():
+        for index, llm in enumerate(engines):
             for workload, reading in measure(llm, length, seed).items():
-                readings.setdefault((name, workload), []).append(reading)
+                readings.setdefault((index, workload), []).append(reading)
             if sys.stderr.isatty():
-                print(f"round {seed + 1} of {rounds}: {name}", file=sys.stderr)
-    return [
-        {"policy": name, "block": engines[name].scheduler.blocks.block_size, "workload": workload}
-        | summary(found)
-        for (name, workload), found in readings.items()
-    ]
+                print(f"round {seed + 1} of {rounds}: {cells[index][0]}", file=sys.stderr)
+    rows = []
+    for (index, workload), found in readings.items():
+        scheduler, names = engines[index].scheduler, {"policy": cells[index][0]}
+        sizes = {"block": scheduler.blocks.block_size, "budget": scheduler.max_batched_tokens}
+        rows.append(names | sizes | {"workload": workload} | summary(found))
+    return rows
 
 
 def summary(readings: list[dict[str, Any]]) -> dict[str, Any]:

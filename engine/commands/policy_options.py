@@ -110,10 +110,10 @@ def add_drafter_arguments(parser: argparse.ArgumentParser, *, axis: bool = False
     convert, metavar = (listed(at_least(0), ","), "N,..") if axis else (at_least(0), "N")
     group.add_argument("--draft-tokens", type=convert, metavar=metavar, default=[None] if axis else None,
                        help="0: no drafter (default: 3)")  # fmt: skip
-    group.add_argument("--draft-architecture", default=DECLARED_DRAFT_ARCHITECTURE, metavar="NAME",
-                       help="one that declares nothing shows the fallback (default: %(default)s)")  # fmt: skip
+    group.add_argument("--draft-architecture", metavar="NAME",
+                       help=f"default: {DECLARED_DRAFT_ARCHITECTURE}; any other shows the fallback")  # fmt: skip
 
 
 def assumed_drafter(args: argparse.Namespace) -> str | None:
     """The assumed drafter's architecture; None at depth 0."""
-    return None if args.draft_tokens == 0 else args.draft_architecture
+    return None if args.draft_tokens == 0 else args.draft_architecture or DECLARED_DRAFT_ARCHITECTURE

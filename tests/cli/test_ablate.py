@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from engine.llm import EMBEDDED_MODEL, LLM
-from scheduler.simulation import RequestTrace, Simulation
-from scheduler.workloads import WORKLOADS, Workload
+from scheduler.simulation import Simulation
+from scheduler.workloads import WORKLOADS, Rounds, Workload
 from tests.cli.test_bad_input import assert_refused
 from tests.command import run_cli
 
@@ -145,10 +145,8 @@ def test_tokens_run_again_after_a_preemption_are_counted(
 ) -> None:
     """Two answers that outgrow the pages for less than both: without a cache the younger request starts over."""
 
-    def outgrow(simulation: Simulation) -> tuple[list[RequestTrace], list[RequestTrace]]:
-        both = [simulation.request(range(start, start + 640), new_tokens=200) for start in (0, 1000)]
-        traces, _ = simulation.run(both)
-        return traces, traces
+    def outgrow(simulation: Simulation) -> Rounds:
+        yield [simulation.request(range(start, start + 640), new_tokens=200) for start in (0, 1000)]
 
     monkeypatch.setitem(WORKLOADS, "outgrow", Workload("outgrow", outgrow, kv_tokens=1536))
     (row,) = rows(capsys, "--policy", "none", "--workloads", "outgrow")
@@ -223,6 +221,22 @@ class TestRun:
         rounds = [policy for policy, cached in asked if cached == 0]
         assert rounds == ["ours", *["none"] * 2] * 2  # `none` never has any; ours is empty once a round
 
+    def test_every_block_and_budget_is_a_row_of_its_own(
+        self, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        reading = {"forwards": 1, "recomputed_tokens": 2, "seconds": 0.5, "acceptance": []}
+        monkeypatch.setattr("engine.commands.ablate_run.measure", lambda *_: {"cold": reading})
+        monkeypatch.setattr("engine.commands.ablate_run.engine", lambda cell, _: LLM(
+            EMBEDDED_MODEL, kv_tokens=64, block_size=cell.block_size, max_batched_tokens=cell.max_batched_tokens))  # fmt: skip
+        lists = ("--block-size", "16,64", "--max-batched-tokens", "512,4096")
+        rows = run_cli(capsys, "ablate", "--run", "--policy", "ours", *lists, "--json").document
+        assert {(row["block"], row["budget"]) for row in rows} == {
+            (16, 512),
+            (16, 4096),
+            (64, 512),
+            (64, 4096),
+        }
+
     def test_the_table_leaves_none_out_by_default(
         self, capsys: Capture, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -230,7 +244,10 @@ class TestRun:
         monkeypatch.setattr("engine.commands.ablate_run.measure", lambda *_: {"cold": reading})
         monkeypatch.setattr("engine.commands.ablate_run.engine", lambda *_: LLM(EMBEDDED_MODEL, kv_tokens=64))
         out = run_cli(capsys, "ablate", "--run").out.splitlines()
-        assert out[0] == "| policy | block | workload | forwards | recomputed tokens | seconds | accepted |"
+        assert (
+            out[0]
+            == "| policy | block | budget | workload | forwards | recomputed tokens | seconds | accepted |"
+        )
         assert [line.split(" | ")[0] for line in out[2:]] == ["| generic", "| seed", "| vllm-0.33", "| ours"]
 
 
@@ -246,6 +263,7 @@ class TestRun:
         (["--rounds", "3"], ["--rounds acts with --run only"]),
         (["--prompt-tokens", "3"], ["--prompt-tokens acts with --run only"]),
         (["--run", "--workloads", "cold"], ["--workloads acts without --run only"]),
+        (["--run", "--draft-architecture", "x"], ["--draft-architecture acts without --run only"]),
         (["--run", "--draft-tokens", "8"], ["draft_tokens is 8", "0 to 7"]),
         (["--draft-tokens", "0,-1"], ["--draft-tokens", "'-1'", "at least 0"]),
         (["--run", "--rounds", "0"], ["--rounds", "at least 1"]),

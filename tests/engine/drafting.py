@@ -59,12 +59,12 @@ class Probe:
         self.llm = LLM(model, dtype="float32", draft_filing=filing, **settings | options)
         self.blocks, self.cache = self.llm.scheduler.blocks, self.llm.runner.cache
         clear_freed(self.blocks.slots, slot_tensors(self.cache), self.before_slot_reuse)
-        clear_freed(self.blocks.groups[0], page_tensors(self.cache), ignore)
+        clear_freed(self.blocks.groups[0], page_tensors(self.cache.mla.values()), ignore)
         if self.llm.runner.drafter is not None:
             self.drafts = self.llm.runner.drafter.cache
             assert self.blocks.companions is not None
             layer = self.drafts.mla
-            clear_freed(self.blocks.groups[1], [layer.latent, layer.index.pooled], ignore)
+            clear_freed(self.blocks.groups[1], page_tensors([layer]), ignore)
             companion = [self.drafts.hidden, layer.index.ring]
             clear_freed(self.blocks.companions, companion, self.before_companion_reuse)
         self.requests: list[Request] = []

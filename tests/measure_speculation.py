@@ -1,21 +1,23 @@
-"""The speculation's half of `bench`: what drafting brings on a text's own prompts, and what it could bring at most.
+"""What drafting brings on given prompts, and what it could bring at most, as JSON:
 
-Prompts are cut from a text at equal distances; two engines, without drafts and with the default depth, answer each in
-turn, batch 1, stop ids ignored, greedily and at temperature 0.8. Only decode steps count: a prompt's first token and
-the drafts made with it are outside. Every part is a sum over all prompts, divided by the steps. The ceiling is the
-speed-up if steps had no other parts: mean_accepted_length x t_decode / (t_verify + t_draft), where t_decode is verify
-and accept without drafts, t_verify is verify, accept and roll back, t_draft is catch up and draft.
+    python -m tests.measure_speculation tests/data/heldout.json 200
+
+Two engines, without drafts and with the default depth, answer every prompt in turn, batch 1, stop ids ignored, greedily
+and at temperature 0.8. Only decode steps count: a prompt's first token and the drafts made with it are outside. Every
+part is a sum over all prompts, divided by the steps. The ceiling is the speed-up if steps had no other parts:
+mean_accepted_length x t_decode / (t_verify + t_draft), where t_decode is verify and accept without drafts, t_verify is
+verify, accept and roll back, t_draft is catch up and draft.
 """
 
-import argparse
 import json
+import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from engine.commands.bench_model import machine
-from engine.commands.common import decode_utf8
 from engine.llm import EMBEDDED_MODEL, LLM
 from engine.options import DEFAULT_DRAFT_TOKENS
 from engine.output import SpeculationStatistics
@@ -28,9 +30,8 @@ TEMPERATURES = (0.0, 0.8)
 class Timed:
     """An engine whose decode steps are counted and timed, part by part."""
 
-    def __init__(self, args: argparse.Namespace, depth: int) -> None:
-        kv_tokens = 4 * (args.after + args.decode)
-        self.llm = LLM(args.model or EMBEDDED_MODEL, draft_tokens=depth, kv_tokens=kv_tokens)
+    def __init__(self, model: Path, depth: int) -> None:
+        self.llm = LLM(model, draft_tokens=depth)
         self.reset()
         for name in PARTS:
             self._time(name)
@@ -71,26 +72,6 @@ class Timed:
         return parts | {"other": 1e3 * self.seconds / self.steps - sum(parts.values())}
 
 
-def run(args: argparse.Namespace) -> int:
-    """Measure and print; 0 when every prompt was answered."""
-    if args.decode < 3:  # two tokens after the prompt's: then a step can verify a draft
-        raise ValueError(f"--decode is {args.decode}, expected at least 3 with --speculation")
-    torch.set_num_threads(args.threads)
-    engines = [Timed(args, depth) for depth in (0, DEFAULT_DRAFT_TOKENS)]
-    ids = engines[0].llm.encode(decode_utf8(args.speculation.read_bytes(), str(args.speculation)))
-    if len(ids) < args.repeat * args.after:
-        wanted = (
-            f"--repeat {args.repeat} prompts of --after {args.after} tokens; lower one, or give more text"
-        )
-        raise ValueError(f"{args.speculation} has {len(ids)} tokens, too few for {wanted}")
-    starts = [i * len(ids) // args.repeat for i in range(args.repeat)]
-    prompts = [ids[start : start + args.after] for start in starts]
-    results = [measure(engines, prompts, args.decode, temperature) for temperature in TEMPERATURES]
-    facts = {"machine": machine(args.threads), "prompts": args.repeat, "tokens": args.decode}
-    print(json.dumps(facts | {"results": results}, indent=1) if args.json else table(results))
-    return 0
-
-
 def measure(
     engines: list[Timed], prompts: list[list[int]], num_tokens: int, temperature: float
 ) -> dict[str, Any]:
@@ -116,18 +97,14 @@ def measure(
     }
 
 
-def table(results: list[dict[str, Any]]) -> str:
-    """The figures for people."""
-    lines = []
-    for row in results:
-        accepted = " ".join(f"{rate:.2f}" for rate in row["acceptance"])
-        length, (without, drafting) = row["mean_accepted_length"], row["tokens_per_s"]
-        speeds = f"{drafting:.1f} over {without:.1f} tokens/s, {row['ratio']:.2f}x"
-        lines += [
-            f"temperature {row['temperature']}: accepted {accepted} by position, {length:.2f} tokens per step"
-        ]
-        lines += [f"  {speeds}; {row['ratio_over_ceiling']:.0%} of the ceiling {row['ceiling']:.2f}x"]
-        for depth, costs in row["ms_per_step"].items():
-            cells = ", ".join(f"{name.replace('_', ' ')} {ms:.2f}" for name, ms in costs.items() if ms)
-            lines += [f"  {depth}, ms per step: {cells}"]
-    return "\n".join(lines)
+def main(file: str, num_tokens: str = "200") -> None:
+    """Print the figures as JSON. `file`: a JSON list of prompts."""
+    torch.set_num_threads(1)
+    engines = [Timed(EMBEDDED_MODEL, depth) for depth in (0, DEFAULT_DRAFT_TOKENS)]
+    prompts = [engines[0].llm.encode(text) for text in json.loads(Path(file).read_text(encoding="utf-8"))]
+    results = [measure(engines, prompts, int(num_tokens), temperature) for temperature in TEMPERATURES]
+    print(json.dumps(machine(threads=1) | {"prompts": len(prompts), "results": results}, indent=1))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

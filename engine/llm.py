@@ -8,7 +8,7 @@
 """
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from model.random_weights import random_weights
 from model.weights import WeightTree, load_weights
 from scheduler.block_manager import BlockManager
 from scheduler.checkpoint_policy import Capability
-from scheduler.plan import TokenLogProbs
+from scheduler.plan import StepResult
 from scheduler.request import Advance, FinishReason, Request
 from scheduler.scheduler import Scheduler
 
@@ -152,10 +152,7 @@ class LLM:
         # Each request of one engine seed gets a stream of its own.
         seed = (self.seed + request_id) % NUM_SEEDS if params.seed is None else params.seed
         self.runner.add(request_id, params, seed)
-        with_log_probs = params.logprobs is not None
-        self._outputs[request_id] = Output(
-            request, self.tokenizer, params.stop, split_reasoning, with_log_probs
-        )
+        self._outputs[request_id] = Output(request, self.tokenizer, params, split_reasoning)
         return request_id
 
     def encode(self, prompt: Prompt) -> list[int]:
@@ -191,16 +188,14 @@ class LLM:
                 scores = self._outputs[chunk.request_id].result.prompt_log_probs
                 scores[chunk.start :] = result.log_probs[chunk.request_id]
         advances = self.scheduler.commit(plan, result)
-        return [delta for advance in advances for delta in self._deliver(advance, result.token_log_probs)]
+        return [delta for advance in advances for delta in self._deliver(advance, result)]
 
-    def _deliver(
-        self, advance: Advance, log_probs: Mapping[int, tuple[TokenLogProbs, ...]]
-    ) -> Iterator[Delta]:
+    def _deliver(self, advance: Advance, result: StepResult) -> Iterator[Delta]:
         """A delta per token; what follows a stop string is dropped."""
         request_id, reason = advance.request.request_id, advance.finish_reason
         output = self._outputs[request_id]
         output.result.cached_tokens = advance.request.num_cached_tokens
-        listed = log_probs.get(request_id) or (None,) * len(advance.tokens)
+        listed = result.token_log_probs.get(request_id) or (None,) * len(advance.tokens)
         for token, own in zip(advance.tokens, listed, strict=False):  # none is delivered of a stop id
             delta, stopped = output.push(token, own)
             yield delta

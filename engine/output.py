@@ -4,6 +4,7 @@ import time
 from dataclasses import dataclass, field
 
 from engine.detokenizer import Detokenizer, ReasoningSplitter, StopMatcher
+from engine.sampling import SamplingParams
 from engine.text import Tokenizer
 from scheduler.plan import TokenLogProbs
 from scheduler.request import FinishReason, Request
@@ -41,6 +42,13 @@ class Result:
     prompt_log_probs: list[float] = field(default_factory=list)
     log_probs: list[TokenLogProbs] | None = None
 
+    @property
+    def pace(self) -> str:
+        """For people: the time to the first token, and the speed from there on."""
+        ttft = "-" if self.ttft_s is None else f"{self.ttft_s:.3f} s"
+        speed = "-" if self.decode_tokens_per_s is None else f"{self.decode_tokens_per_s:.1f} tokens/s"
+        return f"first token {ttft}, {speed}"
+
 
 @dataclass
 class SpeculationStatistics:
@@ -77,17 +85,12 @@ class Output:
     """Collects one request's Result, token by token; `thinking`: its text begins in `<think>`."""
 
     def __init__(
-        self,
-        request: Request,
-        tokenizer: Tokenizer | None,
-        stop: tuple[str, ...],
-        thinking: bool,
-        keep_log_probs: bool = False,
+        self, request: Request, tokenizer: Tokenizer | None, params: SamplingParams, thinking: bool
     ) -> None:
         self.request = request
-        self.result = Result(len(request.prompt), log_probs=[] if keep_log_probs else None)
+        self.result = Result(len(request.prompt), log_probs=None if params.logprobs is None else [])
         self._detokenizer = Detokenizer(tokenizer) if tokenizer else None
-        self._matcher, self._splitter = StopMatcher(stop), ReasoningSplitter(thinking)
+        self._matcher, self._splitter = StopMatcher(params.stop), ReasoningSplitter(thinking)
         self._started, self._first_token_at = time.perf_counter(), 0.0
         if tokenizer:
             self.result.text, self.result.reasoning = "", "" if thinking else None

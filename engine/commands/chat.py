@@ -61,10 +61,8 @@ def summary(result: Result) -> str:
     if result.message:
         return f"error: {result.message}"
     recomputed = result.prompt_tokens - result.cached_tokens
-    first = "-" if result.ttft_s is None else f"{result.ttft_s:.3f} s"
-    speed = "-" if result.decode_tokens_per_s is None else f"{result.decode_tokens_per_s:.1f} tokens/s"
     counts = f"prompt {result.prompt_tokens}, cached {result.cached_tokens}, recomputed {recomputed} tokens"
-    return f"[{counts}; first token {first}, {speed}]"
+    return f"[{counts}; {result.pace}]"
 
 
 def read_turn() -> str:

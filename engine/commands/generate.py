@@ -21,6 +21,7 @@ from engine.output import Delta, Result, SpeculationStatistics
 from engine.sampling import MAX_LOGPROBS, SamplingParams
 from engine.text import REASONING_EFFORTS, ends_in_thinking
 
+Show = Callable[[list[Delta]], None]
 HEALTHY_ACCEPTANCE, HEALTH_STEPS = 0.2, 50  # at the first position, and verify steps before it is judged
 EXAMPLES = """examples:
   python cli.py generate "It is a truth universally acknowledged" --max-tokens 64
@@ -44,9 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--random-weights", action="store_true", help="seeded values in the declared formats")
     add("--num-layers", type=int, metavar="N", help="only the first N layers, with --random-weights")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout instead of text")
-    logprobs = (
-        f"with --json: each token's log-probability and those of the N likeliest ids (0 to {MAX_LOGPROBS})"
-    )
+    logprobs = f"with --json: log-probabilities of each token and the N likeliest ids (0 to {MAX_LOGPROBS})"
     parser.add_argument("--logprobs", type=int, metavar="N", help=logprobs)
 
 
@@ -149,17 +148,12 @@ def read_turns(args: argparse.Namespace) -> list[str]:
 
 def conversation(llm: LLM, args: argparse.Namespace) -> Conversation:
     """An empty conversation as the arguments want it."""
-    return Conversation(
-        llm.tokenizer, templated=args.chat, system=args.system, reasoning_effort=args.reasoning_effort
-    )
+    effort = args.reasoning_effort
+    return Conversation(llm.tokenizer, templated=args.chat, system=args.system, reasoning_effort=effort)
 
 
 def run_turns(
-    llm: LLM,
-    turns: Sequence[str],
-    params: SamplingParams,
-    talk: Conversation,
-    show: Callable[[list[Delta]], None],
+    llm: LLM, turns: Sequence[str], params: SamplingParams, talk: Conversation, show: Show
 ) -> tuple[list[Result], bool]:
     """One result per turn, each answer part of the next prompt; Ctrl-C ends with the turn it cut."""
     results: list[Result] = []
@@ -173,7 +167,7 @@ def run_turns(
 
 
 def run_prompts(
-    llm: LLM, prompts: list[Prompt], params: SamplingParams, chat: bool, show: Callable[[list[Delta]], None]
+    llm: LLM, prompts: list[Prompt], params: SamplingParams, chat: bool, show: Show
 ) -> tuple[list[Result], bool]:
     """Results in prompt order, and whether Ctrl-C cut them short (what was generated is kept)."""
     ids, interrupted = [], False
@@ -220,12 +214,10 @@ def as_json(result: Result) -> dict[str, Any]:
 def report(results: Sequence[Result], seed: int) -> None:
     """One line per result on stderr."""
     for result in results:
-        ttft = "-" if result.ttft_s is None else f"{result.ttft_s:.3f} s"
-        speed = "-" if result.decode_tokens_per_s is None else f"{result.decode_tokens_per_s:.1f} tokens/s"
         counts = f"prompt {result.prompt_tokens} tokens ({result.cached_tokens} cached), new {len(result.token_ids)}"
         cut = "; cut inside <think>, no answer" if result.reasoning and not result.text else ""
         end = f"{result.finish_reason}{cut}, seed {seed}"
-        print(f"{counts}, first token {ttft}, {speed}, {end}", file=sys.stderr)
+        print(f"{counts}, {result.pace}, {end}", file=sys.stderr)
         if result.message:
             print(f"error: {result.message}", file=sys.stderr)
 

@@ -6,6 +6,7 @@ import pytest
 
 from engine import output
 from engine.output import Delta, Output
+from engine.sampling import SamplingParams
 from engine.text import Tokenizer
 from scheduler.plan import TokenLogProbs
 from scheduler.request import Request
@@ -17,7 +18,7 @@ def output_of(
     stop: tuple[str, ...] = (),
     thinking: bool = False,
 ) -> Output:
-    return Output(Request(5, [1, 2, 3], max_tokens=99), tokenizer, stop, thinking)
+    return Output(Request(5, [1, 2, 3], max_tokens=99), tokenizer, SamplingParams(stop=stop), thinking)
 
 
 @pytest.fixture
@@ -99,7 +100,8 @@ def test_a_failure_keeps_what_was_delivered_and_its_message() -> None:
 
 
 def test_log_probs_are_one_per_delivered_token_where_asked_for(tokenizer: Tokenizer) -> None:
-    out = Output(Request(5, [1], max_tokens=99), tokenizer, ("DEF",), thinking=False, keep_log_probs=True)
+    params = SamplingParams(stop=("DEF",), logprobs=0)
+    out = Output(Request(5, [1], max_tokens=99), tokenizer, params, thinking=False)
     assert out.result.log_probs == []
     entries = [TokenLogProbs(token, -float(i), ()) for i, token in enumerate(tokenizer.encode("abcDEF"))]
     stops = [out.push(entry.token, entry)[1] for entry in entries]

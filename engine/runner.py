@@ -6,7 +6,6 @@ The runner keeps what lives as long as a request and is a tensor: its block tabl
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from engine.sampling import Sampler, SamplingParams
 from engine.speculation import Drafter, RequestTensors, Speculation, Turn
@@ -42,11 +41,7 @@ class Runner:
         return StepResult(
             tokens={i: turn.tokens for i, turn in by_id.items() if turn.chunk.samples},
             errors={turn.chunk.request_id: turn.error for turn in turns if turn.error is not None},
-            log_probs={
-                i: self._score(turn.hidden, turn.chunk.targets)
-                for i, turn in by_id.items()
-                if turn.chunk.targets
-            },
+            log_probs={i: self._score(turn) for i, turn in by_id.items() if turn.chunk.targets},
             drafts={i: tuple(turn.drafts) for i, turn in by_id.items()},
             num_drafted={i: turn.draft_segment.end for i, turn in by_id.items() if turn.draft_segment},
             token_log_probs={i: turn.log_probs for i, turn in by_id.items()},
@@ -72,11 +67,10 @@ class Runner:
         turns = []
         num_verified = 0
         for chunk in plan.chunks:
-            own, row, size = self._requests[chunk.request_id], len(token_ids), len(chunk.token_ids)
-            exports = tuple(Export(c.position - chunk.start, c.slot) for c in chunk.exports)
-            segment = Segment(
-                row, size, chunk.start, chunk.recurrent_slot, own.tables[0], exports, chunk.write_from
-            )
+            own, row, start = self._requests[chunk.request_id], len(token_ids), chunk.start
+            exports = tuple(Export(c.position - start, c.slot) for c in chunk.exports)
+            size, slot = len(chunk.token_ids), chunk.recurrent_slot
+            segment = Segment(row, size, start, slot, own.tables[0], exports, chunk.write_from)
             if chunk.num_drafts:  # what it leaves is decided when the drafts are
                 segment = replace(segment, exports=(), replay=num_verified)
                 num_verified += 1
@@ -85,8 +79,9 @@ class Runner:
         ids = torch.tensor(token_ids, device=self.model.device)
         return Batch(ids, tuple(turn.segment for turn in turns)), turns
 
-    def _score(self, hidden: Tensor, targets: tuple[int, ...]) -> list[float]:
-        """Log-probability of each target under its row; hidden [rows, hidden], at most rows targets."""
+    def _score(self, turn: Turn) -> list[float]:
+        """Log-probability of each target of a scored prompt, under its row."""
+        hidden, targets = turn.hidden, turn.chunk.targets
         wanted = torch.tensor(targets, device=hidden.device).unsqueeze(1).split(LOGIT_ROWS)
         parts = zip(hidden[: len(targets)].split(LOGIT_ROWS), wanted, strict=True)
         found = [self.model.logits(rows).log_softmax(-1).gather(1, ids) for rows, ids in parts]

@@ -72,9 +72,8 @@ def default_sampling(generation_config: Mapping[str, Any]) -> dict[str, Any]:
     """SamplingParams fields that generation_config.json sets; none, hence greedy, if it says not to."""
     fields = ("temperature", "top_p", "top_k", "min_p")
     given = {name: generation_config[name] for name in fields if generation_config.get(name) is not None}
-    if not generation_config.get("do_sample", "temperature" in given):
-        return {}
-    return {"temperature": 1.0} | given
+    samples = generation_config.get("do_sample", "temperature" in given)
+    return {"temperature": 1.0} | given if samples else {}
 
 
 def filtered_probs(logits: Tensor, params: SamplingParams) -> Tensor:
@@ -193,10 +192,8 @@ def _keep_top(probs: Tensor, order: Tensor, params: SamplingParams) -> Tensor:
 
 def _require_finite(top: Tensor) -> None:
     if not bool(top.isfinite().all()):
-        found = float(top[~top.isfinite()][0])
-        raise SamplingError(
-            f"the largest logit is {found}, expected a finite number; the model's output is broken for this request"
-        )
+        found = f"the largest logit is {float(top[~top.isfinite()][0])}, expected a finite number"
+        raise SamplingError(f"{found}; the model's output is broken for this request")
 
 
 def _within(value: Any, kind: Any, low: int, high: float = sys.float_info.max) -> bool:

@@ -17,14 +17,7 @@ from collections.abc import Iterator, Sequence
 from itertools import product
 from typing import Any
 
-from engine.commands.policy_options import (
-    AXES,
-    add_drafter_arguments,
-    add_policy_arguments,
-    assumed_drafter,
-    at_least,
-    policy_from,
-)
+from engine.commands import policy_options
 from scheduler.checkpoint_policy import PRESETS, Capability, Policy
 from scheduler.plan import StepPlan
 from scheduler.simulation import RequestTrace, Simulation
@@ -43,12 +36,12 @@ OF_RUN, OF_ARITHMETIC = ("rounds", "prompt_tokens"), ("workloads", "draft_archit
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The options of `ablate`."""
     parser.add_argument("--workloads", metavar="LIST", help=f"of {', '.join(WORKLOADS)} (default: all)")
-    add_policy_arguments(parser, axes=True)
-    add_drafter_arguments(parser, axis=True)
+    policy_options.add_policy_arguments(parser, axes=True)
+    policy_options.add_drafter_arguments(parser, axis=True)
     add = parser.add_argument_group("measuring the embedded model").add_argument
     add("--run", action="store_true", help="cold, resend and next turn of one prompt, in seconds")
-    add("--rounds", type=at_least(1), metavar="N", help="readings per cell (default: 3)")
-    add("--prompt-tokens", type=at_least(1), metavar="N", help="default: 32320")
+    add("--rounds", type=policy_options.at_least(1), metavar="N", help="readings per cell (default: 3)")
+    add("--prompt-tokens", type=policy_options.at_least(1), metavar="N", help="default: 32320")
     parser.add_argument("--json", action="store_true", help="one JSON document on stdout")
 
 
@@ -56,9 +49,8 @@ def run(args: argparse.Namespace) -> int:
     """Print the cells as Markdown or JSON; exit code 0."""
     for name in OF_ARITHMETIC if args.run else OF_RUN:
         if getattr(args, name) is not None:
-            raise ValueError(
-                f"--{name.replace('_', '-')} acts {'without' if args.run else 'with'} --run only"
-            )
+            when = "without" if args.run else "with"
+            raise ValueError(f"--{name.replace('_', '-')} acts {when} --run only")
     if args.run:
         from engine.commands.ablate_run import measured_rows  # needs torch
 
@@ -74,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
 def cells(args: argparse.Namespace) -> Iterator[argparse.Namespace]:
     """Every combination of the policy's values. A measurement leaves out `none`, unless it is asked for."""
     presets = [name for name in PRESETS if not args.run or name != "none"]
-    axes = (*AXES, "draft_tokens")
+    axes = (*policy_options.AXES, "draft_tokens")
     lists = [presets if (given := getattr(args, name)) is None else given for name in axes]
     for values in product(*lists):
         yield argparse.Namespace(**vars(args) | dict(zip(axes, values, strict=True)))
@@ -111,15 +103,10 @@ class Recorder(Simulation):
 
 def simulated_row(cell: argparse.Namespace, workload: Workload) -> dict[str, Any]:
     """One policy under one workload. `--kv-tokens` and `--checkpoint-slots` replace the workload's own."""
-    policy = policy_from(cell, Capability(), assumed_drafter(cell))
+    policy = policy_options.policy_from(cell, Capability(), policy_options.assumed_drafter(cell))
     slots = workload.num_slots if cell.checkpoint_slots is None else cell.checkpoint_slots + RUNNING
-    simulation = Recorder(
-        policy,
-        max_batched_tokens=cell.max_batched_tokens,
-        mixed_prefill_tokens=cell.mixed_prefill_tokens,
-        num_blocks=max((cell.kv_tokens or workload.kv_tokens or PLENTY_TOKENS) // policy.block_size, 1),
-        num_slots=slots or PLENTY_SLOTS,
-    )
+    tokens = workload.kv_tokens or PLENTY_TOKENS
+    simulation = Recorder(policy, **policy_options.sizes_from(cell, policy, tokens, slots or PLENTY_SLOTS))
     measured, everything = workload.run(simulation)
     names = {"policy": label(cell), "block": policy.block_size, "budget": cell.max_batched_tokens}
     figures = computed(policy, measured, optimum(measured, everything)) | kept(simulation, everything)

@@ -104,6 +104,13 @@ def policy_from(args: Any, capability: Capability, draft_architecture: str | Non
     )
 
 
+def sizes_from(args: argparse.Namespace, policy: Policy, kv_tokens: int, num_slots: int) -> dict[str, int]:
+    """Sizes and budgets of a Simulation: `num_slots`, and `kv_tokens` where the arguments name none."""
+    num_blocks = max((args.kv_tokens or kv_tokens) // policy.block_size, 1)
+    budgets = {name: getattr(args, name) for name in ("max_batched_tokens", "mixed_prefill_tokens")}
+    return {"num_blocks": num_blocks, "num_slots": num_slots, **budgets}
+
+
 def add_drafter_arguments(parser: argparse.ArgumentParser, *, axis: bool = False) -> None:
     """The drafter that is assumed where no model runs. `axis`: its depth is a list."""
     group = parser.add_argument_group("drafter")

@@ -97,9 +97,7 @@ def encoded(args: argparse.Namespace) -> list[Sequence[int]]:
 def simulate(args: argparse.Namespace, policy: Policy, num_requests: int) -> Simulation:
     """A scheduler over an empty cache of the size that the arguments name."""
     spare = PLENTY_SLOTS if args.checkpoint_slots is None else args.checkpoint_slots
-    num_blocks = max((args.kv_tokens or PLENTY_TOKENS) // policy.block_size, 1)
-    budgets = {name: getattr(args, name) for name in ("max_batched_tokens", "mixed_prefill_tokens")}
-    return Simulation(policy, num_blocks=num_blocks, num_slots=num_requests + spare, **budgets)
+    return Simulation(policy, **policy_options.sizes_from(args, policy, PLENTY_TOKENS, num_requests + spare))
 
 
 def as_document(

@@ -92,7 +92,7 @@ class Speculation:
         self.accept(turns)
         standing = [turn for turn in turns if turn.error is None]
         self.roll_back(standing)
-        if self.drafter is not None:
+        if self.drafter is not None and standing:
             self.draft(standing, self.catch_up(standing))
         return turns
 

@@ -7,7 +7,8 @@ rule before it left, renormalised. Invariants:
 - the most likely token survives every rule, so a row with one finite logit can always be sampled;
 - a draw costs one uniform number of the request's own generator, and so does the test of a draft; temperature 0
   costs none. Batch mates, batch order and the device change nothing but the last bits of the probabilities;
-- drafts do not change the distribution of the tokens, though another depth is another sample of it.
+- drafts do not change the distribution of the tokens, though other drafts are another sample of it: another depth,
+  or batch mates that leave no room for some of them.
 
 Temperature 0 is the argmax. top_k 0 or -1, top_p 1 and min_p 0 are no limit; top_p 0 leaves the top token, min_p 1
 also those equal to it.

@@ -1,5 +1,6 @@
 """`ablate` compares policies cell by cell: every value is an axis, figures are the scheduler's; `--run` measures."""
 
+import argparse
 import re
 import subprocess
 import sys
@@ -226,8 +227,12 @@ class TestRun:
     ) -> None:
         reading = {"forwards": 1, "recomputed_tokens": 2, "seconds": 0.5, "acceptance": []}
         monkeypatch.setattr("engine.commands.ablate_run.measure", lambda *_: {"cold": reading})
-        monkeypatch.setattr("engine.commands.ablate_run.engine", lambda cell, _: LLM(
-            EMBEDDED_MODEL, kv_tokens=64, block_size=cell.block_size, max_batched_tokens=cell.max_batched_tokens))  # fmt: skip
+
+        def engine(cell: argparse.Namespace, prompt_tokens: int) -> LLM:
+            sizes = {name: getattr(cell, name) for name in ("block_size", "max_batched_tokens")}
+            return LLM(EMBEDDED_MODEL, kv_tokens=64, **sizes)
+
+        monkeypatch.setattr("engine.commands.ablate_run.engine", engine)
         lists = ("--block-size", "16,64", "--max-batched-tokens", "512,4096")
         rows = run_cli(capsys, "ablate", "--run", "--policy", "ours", *lists, "--json").document
         assert {(row["block"], row["budget"]) for row in rows} == {

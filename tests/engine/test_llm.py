@@ -141,6 +141,14 @@ class TestBatch:
         assert kept and kept == expected[1][: len(kept)]
         assert [results[0].token_ids, results[2].token_ids] == [expected[0], expected[2]]
 
+    def test_rows_without_a_choice_may_be_all_of_a_step(
+        self, llm: LLM, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        original = llm.model.logits
+        monkeypatch.setattr(llm.model, "logits", lambda hidden: original(hidden) * torch.nan)
+        results = llm.generate(PROMPTS, GREEDY)
+        assert [result.finish_reason for result in results] == ["error"] * len(PROMPTS)
+
 
 def limited(max_tokens: int) -> SamplingParams:
     return SamplingParams(max_tokens=max_tokens, ignore_eos=True)

@@ -19,11 +19,12 @@ def llm() -> LLM:
 
 
 def chunk(request_id: int, tokens: list[int], start: int = 0, *, samples: bool = True) -> ScheduledChunk:
-    """A chunk of a request that owns the page and the slot of its number."""
+    """A chunk of a request that owns the pages, the slot and the companion of its number."""
     return ScheduledChunk(
         request_id=request_id, token_ids=tuple(tokens), start=start, write_from=0, admitted=start == 0,
-        new_blocks=((request_id,) if start == 0 else (),), recurrent_slot=request_id, restore_from=None,
+        new_blocks=((request_id,) if start == 0 else (),) * 2, recurrent_slot=request_id, restore_from=None,
         exports=(), publishes=(), rolling=None, samples=samples, decodes=False, reason="", limit=64,
+        draft_start=start, companion_slot=request_id,
     )  # fmt: skip
 
 
@@ -54,4 +55,4 @@ def test_nothing_of_an_ended_request_is_kept(llm: LLM) -> None:
     for _ in range(5):
         llm.generate([PROMPT, PROMPT[:3]], params)
     llm.generate([PROMPT], params)
-    assert len(llm.runner._samplers) == len(llm.runner._block_tables) == 1  # until the next plan names it
+    assert len(llm.runner._requests) == 1  # until the next plan names it

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 
 from engine.cache import CacheShape, allocate_draft, allocate_trunk
-from engine.commands.policy_options import policy_from
+from engine.commands.policy_options import DEFAULT_DRAFT_TOKENS, policy_from
 from engine.memory_plan import cache_parts, default_kv_tokens, keep_freed_memory, require_memory
-from engine.options import DEFAULT_DRAFT_TOKENS, DTYPES, EngineOptions
+from engine.options import DTYPES, EngineOptions
 from engine.output import Delta, Output, Result, SpeculationStatistics
 from engine.runner import Runner
 from engine.sampling import NUM_SEEDS, SamplingParams, default_sampling
@@ -85,8 +85,9 @@ class LLM:
         tree.finish()
         self.has_mtp = tree.has_mtp  # whether the checkpoint has a draft layer
         kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device, self.draft_tokens)
-        if not (options.index_share or self.draft_tokens):
-            raise ValueError("index_share acts between draft passes, and none is made here; leave it out")
+        if not options.index_share and self.draft_tokens < 2:
+            found = f"index_share acts between the passes of two or more drafts, and there are {self.draft_tokens}"
+            raise ValueError(f"{found}; leave it out or draft more")
         self.index_share = options.index_share and config.index_share_for_mtp_iteration
         shape = CacheShape(
             max(kv_tokens // policy.block_size, 1), policy.block_size,

@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.commands.policy_options import MAX_DRAFT_TOKENS
 from engine.sampling import SamplingParams
 
-DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS = 3, 7
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from engine.commands.bench_model import machine
+from engine.commands.policy_options import DEFAULT_DRAFT_TOKENS
 from engine.llm import EMBEDDED_MODEL, LLM
-from engine.options import DEFAULT_DRAFT_TOKENS
 from engine.output import SpeculationStatistics
 from engine.sampling import SamplingParams
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from engine.commands.policy_options import add_policy_arguments
+from engine.commands.policy_options import DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS, add_policy_arguments
 from engine.llm import EMBEDDED_MODEL, LLM
-from engine.options import DEFAULT_DRAFT_TOKENS, DTYPES, MAX_DRAFT_TOKENS, EngineOptions
+from engine.options import DTYPES, EngineOptions
 
 DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(EngineOptions)}
 

@@ -18,6 +18,7 @@ from scheduler.checkpoint_policy import (
 
 EXPORTS = {"0": 0, "1": 1, "many": MANY}
 CHUNK_ENDS = ("floored", "free")
+DEFAULT_DRAFT_TOKENS, MAX_DRAFT_TOKENS = 3, 7
 FILINGS = ("token", "drop", "key", "tag", "off")
 AXES = (
     "policy", "retain", "exports", "chunk_ends", "draft_filing", "block_size", "max_batched_tokens",
@@ -25,16 +26,17 @@ AXES = (
 Convert = Callable[[str], Any]
 
 
-def at_least(least: int) -> Convert:
-    """An argument type: integers from `least` up."""
+def at_least(least: int, most: int | None = None) -> Convert:
+    """An argument type: integers from `least` up, to `most` if there is one."""
+    expected = f"an integer of at least {least}" if most is None else f"an integer from {least} to {most}"
 
     def convert(text: str) -> int:
         try:
             number = int(text)
         except ValueError:
             number = least - 1
-        if number < least:
-            raise argparse.ArgumentTypeError(f"{text!r}, expected an integer of at least {least}")
+        if number < least or (most is not None and number > most):
+            raise argparse.ArgumentTypeError(f"{text!r}, expected {expected}")
         return number
 
     return convert
@@ -114,7 +116,8 @@ def sizes_from(args: argparse.Namespace, policy: Policy, kv_tokens: int, num_slo
 def add_drafter_arguments(parser: argparse.ArgumentParser, *, axis: bool = False) -> None:
     """The drafter that is assumed where no model runs. `axis`: its depth is a list."""
     group = parser.add_argument_group("drafter")
-    convert, metavar = (listed(at_least(0), ","), "N,..") if axis else (at_least(0), "N")
+    depth = at_least(0, MAX_DRAFT_TOKENS)
+    convert, metavar = (listed(depth, ","), "N,..") if axis else (depth, "N")
     group.add_argument("--draft-tokens", type=convert, metavar=metavar, default=[None] if axis else None,
                        help="0: no drafter (default: 3)")  # fmt: skip
     group.add_argument("--draft-architecture", metavar="NAME",

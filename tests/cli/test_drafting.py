@@ -150,7 +150,7 @@ def test_index_sharing_can_be_switched_off(
         (["--draft-tokens", "x"], ["--draft-tokens", "'x'"]),
         (
             ["--no-index-share", "--draft-tokens", "0"],
-            ["index_share acts between draft passes", "leave it out"],
+            ["index_share acts between the passes", "there are 0", "leave it out"],
         ),
     ],
     ids=["8", "-1", "x", "no index share"],

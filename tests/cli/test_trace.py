@@ -249,7 +249,7 @@ class TestPicture:
         (["--lengths", "5", "--checkpoint-slots", "-1"], ["--checkpoint-slots", "at least 0"]),
         (["--lengths", "5", "--max-batched-tokens", "0"], ["--max-batched-tokens", "at least 1"]),
         (["--lengths", "5", "--mixed-prefill-tokens", "-1"], ["--mixed-prefill-tokens", "at least 0"]),
-        (["--lengths", "5", "--draft-tokens", "-1"], ["--draft-tokens", "at least 0"]),
+        (["--lengths", "5", "--draft-tokens", "-1"], ["--draft-tokens", "0 to 7"]),
         (["--lengths", "5", "--draft-tokens", "x"], ["--draft-tokens", "'x'"]),
         (["--lengths", "5", "--block-size", "24"], ["block size is 24", "multiple of 16"]),
         (["--lengths", "5", "--policy", "ourss"], ["--policy", "'ourss'", "vllm-0.33"]),

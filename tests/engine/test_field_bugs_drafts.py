@@ -150,7 +150,7 @@ def test_g1_cancelled_during_a_verification(steps: int) -> None:
     llm.cancel(cancelled)
     for advance in llm.scheduler.commit(plan, result):
         assert advance.request.request_id == other
-        list(llm._deliver(advance, {}))
+        list(llm._deliver(advance, result))
     while llm.has_work:
         llm.step()
     assert llm.result(cancelled).token_ids == kept

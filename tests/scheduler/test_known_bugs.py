@@ -2,11 +2,11 @@
 
 Elsewhere: state copied backwards, windows, rings and verification (11, 27, 28, 30, 32) belong to the engine's
 `test_roll_back` and the model's `test_kda_verification`; draft rows of a hit (33, 34, 35) also to the engine's
-`test_draft_reuse`, `test_draft_rows` and `test_companions`; all drafts rejected (29) and resends that draft (21) to `test_drafts`; rows that write what others own
-(12) to the engine's `test_field_bugs`; the final state of a short kernel chunk (9) to the kernels; the policy's own
-arithmetic (4, 10, 14, 16) to its tests; cancelled in flight (31), cleared caches (26) and cancels (G1) to
-`test_leaving`; the branching pair (33) to `test_scheduler_tables`; pools of one to eight slots (37) to
-`test_scheduler`.
+`test_draft_reuse`, `test_draft_rows` and `test_companions`; all drafts rejected (29) and resends that draft (21) to
+`test_drafts`; rows that write what others own (12) to the engine's `test_field_bugs`; the final state of a short
+kernel chunk (9) to the kernels; the policy's own arithmetic (4, 10, 14, 16) to its tests; cancelled in flight (31),
+cleared caches (26) and cancels (G1) to `test_leaving`; the branching pair (33) to `test_scheduler_tables`; pools of
+one to eight slots (37) to `test_scheduler`.
 
 Two cannot occur: a chunk grid taken from the wrong group (24), and a resumed column computed with another group's
 block size (25). There is one block size for keys, pages and boundaries, and no column: a state is found by its key.

@@ -77,7 +77,9 @@ class LLM:
         require_memory("the weights need", tree.resident_bytes, device, remedy)
         self.model = Glm5Next(tree, config, dtype, device)
         depth = options.draft_tokens
-        self.draft_tokens = (DEFAULT_DRAFT_TOKENS if tree.has_mtp else 0) if depth is None else depth
+        if depth is None:
+            depth = DEFAULT_DRAFT_TOKENS if tree.has_mtp and config.num_nextn_predict_layers else 0
+        self.draft_tokens = depth
         architecture = DRAFT_ARCHITECTURE if self.draft_tokens else None
         policy = policy_from(options, Capability(export_grid=EXPORT_GRID_TOKENS), architecture)
         first_slot = int(policy.filing == "token")
@@ -86,7 +88,7 @@ class LLM:
         self.has_mtp = tree.has_mtp  # whether the checkpoint has a draft layer
         kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device, self.draft_tokens)
         if not options.index_share and self.draft_tokens < 2:
-            found = f"index_share acts between the passes of two or more drafts, and there are {self.draft_tokens}"
+            found = f"index_share False (--no-index-share) acts on the second draft on, draft_tokens is {self.draft_tokens}"
             raise ValueError(f"{found}; leave it out or draft more")
         self.index_share = options.index_share and config.index_share_for_mtp_iteration
         shape = CacheShape(
@@ -121,11 +123,11 @@ class LLM:
     def _weight_tree(self, directory: Path, progress: Progress | None) -> WeightTree:
         wanted, resident = self.options.draft_tokens, matmul_dtype(self.dtype, self.device)
         shared: dict[str, Any] = {"linear_dtype": resident, "device": self.device}
+        declared = self.config.num_nextn_predict_layers > 0
         if not self.options.random_weights:
-            with_mtp = None if wanted is None else wanted > 0
+            with_mtp = (None if declared else False) if wanted is None else wanted > 0
             return load_weights(directory, self.config, **shared, with_mtp=with_mtp, progress=progress)
         self.config = self.config.first_layers(self.options.num_layers or self.config.num_hidden_layers)
-        declared = self.config.num_nextn_predict_layers > 0
         if wanted and not declared:
             raise ValueError(f"draft_tokens is {wanted} and the config declares no MTP layer; leave it out")
         with_mtp = declared and wanted != 0

@@ -4,13 +4,18 @@
     2. accept     the longest run of drafts that sampling lets stand, and one token of the trunk's own
     3. roll back  recurrent states to the accepted run, by replay; checkpoints at boundaries inside it
     4. catch up   the draft layer's rows of all tokens that are known now, from the trunk's hidden states
-    5. draft      the next tokens, one pass each, from the last row
-    6. report     new tokens and drafts; what was rejected stays as rows that are overwritten before they are read
+    5. draft      the next tokens, one pass each, from the last row; the next round verifies them
 
-Invariants: whatever a request keeps after a round is a function of its known tokens. `num_new_tokens` = accepted
-drafts + 1, and belongs to the request, never to its row in the batch. A chunk that ends, a hit and a resume are one
-thing to the draft layer: it goes on at `draft_start`, from the hidden state and the raw index rows in its companion.
-Without a draft layer a round ends after step 3, which then has nothing to do.
+Example: x_40 is known and not computed, d_1 d_2 d_3 are its drafts. The trunk runs (x_40, d_1, d_2, d_3) at positions
+40 to 43. Two drafts stand: `num_accepted_drafts` is 2, and the new tokens, `num_new_tokens` = 3 of them, are x_41 =
+d_1, x_42 = d_2 and x_43, chosen from d_2's row. The recurrent state becomes that of 43 tokens. The draft layer, whose
+rows reached x_40, writes those of x_41, x_42 and x_43 from h_40, h_41 and h_42, and drafts what follows x_43.
+
+Invariants: whatever a request keeps after a round is a function of its known tokens; in pages and rings rejected rows
+stay, and are overwritten before anything reads them. Counts belong to the request, never to its row in the batch. A
+request's *companion* holds its last hidden state and the draft layer's raw index rows of the pool under way, so that
+to the draft layer the end of a chunk, a hit and a resume are one thing: it goes on at `draft_start`.
+Without drafts there is nothing to roll back, and without a draft layer a round ends there.
 """
 
 from dataclasses import dataclass, field
@@ -27,7 +32,7 @@ from scheduler.plan import Checkpoint, ScheduledChunk, TokenLogProbs
 
 @dataclass
 class RequestTensors:
-    """What lives as long as a request and is no number: how it samples, and its block tables by group."""
+    """What a request has on the engine's side for all its life: how it samples, and its block tables by group."""
 
     sampler: Sampler
     num_top: int | None = (
@@ -63,7 +68,8 @@ class Turn:
 
     @property
     def known(self) -> tuple[int, ...]:
-        """Tokens known from the chunk's start on, the last one not computed if the chunk sampled."""
+        """Tokens known from the chunk's start on: its own without rejected drafts, and the one that follows, sampled or
+        given by the prompt, if it is known."""
         verified = self.chunk.token_ids[: len(self.chunk.token_ids) - self.chunk.num_drafts]
         following = self.chunk.next_token
         return verified + (self.tokens if following is None else (following,))
@@ -103,7 +109,8 @@ class Speculation:
             turn.hidden = hidden[turn.segment.rows]
 
     def accept(self, turns: list[Turn]) -> None:
-        """Step 2. Every token is chosen from its own row: row i follows the chunk's known tokens and i drafts."""
+        """Step 2. Every new token is chosen from its own row: the first from that of the last known token, each other
+        from that of the draft before it."""
         sampling = [turn for turn in turns if turn.chunk.samples]
         if not sampling:
             return
@@ -130,15 +137,15 @@ class Speculation:
                 self.cache.recurrent.roll_back(segment.slot, segment.replay, tuple(exports))
 
     def catch_up(self, turns: list[Turn]) -> Tensor:
-        """Step 4: the residual rows [rows, hidden_size] of tokens that became known. Writing them is all that later
-        drafts need of them."""
+        """Step 4. Write the rows of tokens that became known; later passes need no more of them. Returns the residual
+        rows [rows, hidden_size], of which step 5 reads each request's last."""
         assert self.drafter is not None
         mtp, cache = self.drafter.mtp, self.drafter.cache
         token_ids: list[int] = []
         previous = []
         for turn in turns:
             chunk, row = turn.chunk, len(token_ids)
-            # the row of the first token that has no draft row yet
+            # Where in the chunk the first token without draft row is; 0 if the chunk goes on where drafting stopped.
             first = chunk.draft_start + 1 - mtp.first_slot - chunk.start
             token_ids += turn.known[first:]
             if first == 0:  # its hidden state came with the forward before
@@ -191,7 +198,8 @@ class Speculation:
                 shared = shared and [shared[i] for i in left]
 
     def wants_draft(self, turn: Turn) -> bool:
-        """Whether one more draft could be verified: the step that does so also brings a token of its own."""
+        """Whether one more draft could be verified: it follows the last known token, and the step that verifies it
+        brings a token of its own."""
         assert self.drafter is not None
         most = min(self.drafter.depth, turn.chunk.limit - 2 - turn.computed)
         return turn.error is None and turn.chunk.samples and len(turn.drafts) < most
@@ -211,7 +219,7 @@ def query_batch(turns: list[Turn], step: int, device: torch.device) -> Batch:
 def propose(turn: Turn, logits: Tensor) -> None:
     """One more draft, from the draft layer's logits [vocab_size]."""
     if not turn.drafts:
-        turn.own.proposals.clear()
+        turn.own.proposals.clear()  # those of the round before
     try:
         token, distribution = turn.own.sampler.propose(logits)
     except SamplingError as error:

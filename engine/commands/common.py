@@ -29,11 +29,11 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
     """How the draft layer speculates."""
-    add = parser.add_argument_group("speculation: it changes the speed, and no greedy token").add_argument
+    add = parser.add_argument_group("speculation (changes the speed, never a greedy token)").add_argument
     add("--draft-tokens", type=int, metavar="N",
-        help=f"a step, 0 to {MAX_DRAFT_TOKENS} (default: {DEFAULT_DRAFT_TOKENS}, 0 without an MTP layer)")  # fmt: skip
+        help=f"drafts per step, 0 to {MAX_DRAFT_TOKENS} (default: {DEFAULT_DRAFT_TOKENS}; 0 without MTP layer)")  # fmt: skip
     add("--no-index-share", dest="index_share", action="store_false",
-        help="every draft pass selects its own keys (default: that of the first)")  # fmt: skip
+        help="later draft passes select keys of their own (default: the first one's)")  # fmt: skip
 
 
 def load_engine(args: argparse.Namespace) -> LLM:
@@ -43,7 +43,7 @@ def load_engine(args: argparse.Namespace) -> LLM:
     torch.set_num_threads(args.threads)
     options = {name: getattr(args, name) for name in DEFAULTS}
     llm = LLM(args.model, progress=LoadProgress() if sys.stderr.isatty() else None, **options)
-    used = f"{llm.draft_tokens} drafts per step" if llm.draft_tokens else "in the checkpoint, not used"
+    used = f"drafts per step: {llm.draft_tokens}" if llm.draft_tokens else "in the checkpoint, not used"
     mtp = used if llm.has_mtp else "none"
     print(f"stop ids {', '.join(map(str, llm.stop_ids)) or 'none'}; MTP layer: {mtp}", file=sys.stderr)
     parts = ", ".join(f"{name} {size / 1e6:,.1f} MB" for name, size in llm.cache_parts.items())

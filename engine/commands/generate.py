@@ -228,7 +228,7 @@ def report_drafts(statistics: SpeculationStatistics) -> None:
     if steps:
         shown = " ".join(f"{rate:.2f}" for rate in acceptance)
         length = f"{statistics.mean_accepted_length:.2f} tokens per step"
-        print(f"drafts: {steps} verify steps, accepted {shown} by position, {length}", file=sys.stderr)
+        print(f"drafts: verify steps {steps}, accepted {shown} by position, {length}", file=sys.stderr)
     if steps >= HEALTH_STEPS and acceptance[0] < HEALTHY_ACCEPTANCE:
         found = f"{acceptance[0]:.2f} at the first position, expected at least {HEALTHY_ACCEPTANCE}"
         remedy = "check that the MTP layer belongs to this trunk, or use --draft-tokens 0"

@@ -121,7 +121,7 @@ def add_drafter_arguments(parser: argparse.ArgumentParser, *, axis: bool = False
     group.add_argument("--draft-tokens", type=convert, metavar=metavar, default=[None] if axis else None,
                        help="0: no drafter (default: 3)")  # fmt: skip
     group.add_argument("--draft-architecture", metavar="NAME",
-                       help=f"default: {DECLARED_DRAFT_ARCHITECTURE}; any other shows the fallback")  # fmt: skip
+                       help=f"default: {DECLARED_DRAFT_ARCHITECTURE}; others turn seed into generic, and may not file by token")  # fmt: skip
 
 
 def assumed_drafter(args: argparse.Namespace) -> str | None:

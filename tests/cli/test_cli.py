@@ -77,7 +77,7 @@ def test_the_script_answers_on_stdout_alone() -> None:
     assert outcome.returncode == 0
     assert len(outcome.stdout.splitlines()) == 1 and outcome.stdout.strip()
     loaded, cache, reported = outcome.stderr.splitlines()
-    assert loaded == "stop ids 0, 4, 6; MTP layer: 3 drafts per step"
+    assert loaded == "stop ids 0, 4, 6; MTP layer: drafts per step: 3"
     assert cache.startswith("cache: ") and reported.startswith("prompt ")
 
 

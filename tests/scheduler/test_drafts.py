@@ -313,12 +313,13 @@ def test_under_pressure_everybody_ends() -> None:
         assert_right(run)
 
 
-def test_drafts_make_room_before_anybody_has_to_leave() -> None:
-    """Both prompts fill all pages but for three tokens; three drafts would need one more page."""
-    run = loop(pages=4, scratch=0, right=0)
-    run.add(prompt(29), 8)
-    run.add(prompt(29, 1), 3)
+@pytest.mark.parametrize(("drafts", "length"), [(3, 29), (1, 31)])
+def test_drafts_make_room_before_anybody_has_to_leave(drafts: int, length: int) -> None:
+    """Both prompts fill all pages but for a few tokens; the drafts would need one more page."""
+    run = loop(pages=4, scratch=0, right=0, drafts=drafts)
+    run.add(prompt(length), 8)
+    run.add(prompt(length, 1), 3 if drafts > 1 else 2)
     reasons = [chunk.reason for plan in run.drain() for chunk in plan.chunks if chunk.request_id == 0]
-    assert reasons[1].startswith("decode") and reasons[1].endswith("0 of 3 drafts: no room")
+    assert reasons[1].startswith("decode") and reasons[1].endswith(f"0 of {drafts} drafts: no room")
     assert run.scheduler.num_preemptions == 0
     assert_right(run)

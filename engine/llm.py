@@ -88,7 +88,7 @@ class LLM:
         self.has_mtp = tree.has_mtp  # whether the checkpoint has a draft layer
         kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device, self.draft_tokens)
         if not options.index_share and self.draft_tokens < 2:
-            found = f"index_share False (--no-index-share) acts on the second draft on, draft_tokens is {self.draft_tokens}"
+            found = f"--no-index-share acts from the second draft on, draft_tokens is {self.draft_tokens}"
             raise ValueError(f"{found}; leave it out or draft more")
         self.index_share = options.index_share and config.index_share_for_mtp_iteration
         shape = CacheShape(

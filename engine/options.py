@@ -14,8 +14,8 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 class EngineOptions:
     """`kv_tokens` None: a share of the free memory. `num_layers`: only the first layers of the trunk.
 
-    `draft_tokens`: drafts per step; None: 3 if the checkpoint declares and has a draft layer, else 0. `index_share` False: every
-    draft pass selects its own keys.
+    `draft_tokens`: drafts per step; None: 3 if the checkpoint declares and has a draft layer, else 0. `index_share`
+    False: every draft pass selects its own keys.
     """
 
     dtype: str = "bfloat16"

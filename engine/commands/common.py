@@ -30,8 +30,10 @@ def add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 def add_drafting_arguments(parser: argparse.ArgumentParser) -> None:
     """How the draft layer speculates."""
     add = parser.add_argument_group("speculation (changes the speed, never a greedy token)").add_argument
-    add("--draft-tokens", type=int, metavar="N",
-        help=f"drafts per step, 0 to {MAX_DRAFT_TOKENS} (default: {DEFAULT_DRAFT_TOKENS}; 0 without MTP layer)")  # fmt: skip
+    text = (
+        f"drafts per step, 0 to {MAX_DRAFT_TOKENS} (default: {DEFAULT_DRAFT_TOKENS}; 0 without an MTP layer)"
+    )
+    add("--draft-tokens", type=int, metavar="N", help=text)
     add("--no-index-share", dest="index_share", action="store_false",
         help="later draft passes select keys of their own (default: the first one's)")  # fmt: skip
 

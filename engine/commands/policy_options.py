@@ -120,8 +120,10 @@ def add_drafter_arguments(parser: argparse.ArgumentParser, *, axis: bool = False
     convert, metavar = (listed(depth, ","), "N,..") if axis else (depth, "N")
     group.add_argument("--draft-tokens", type=convert, metavar=metavar, default=[None] if axis else None,
                        help="0: no drafter (default: 3)")  # fmt: skip
-    group.add_argument("--draft-architecture", metavar="NAME",
-                       help=f"default: {DECLARED_DRAFT_ARCHITECTURE}; others turn seed into generic, and may not file by token")  # fmt: skip
+    others = (
+        f"default: {DECLARED_DRAFT_ARCHITECTURE}; any other turns seed into generic, and can't file by token"
+    )
+    group.add_argument("--draft-architecture", metavar="NAME", help=others)
 
 
 def assumed_drafter(args: argparse.Namespace) -> str | None:

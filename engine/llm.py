@@ -75,22 +75,23 @@ class LLM:
             keep_freed_memory()
         config, remedy = self.config, "use a smaller model or another device"
         require_memory("the weights need", tree.resident_bytes, device, remedy)
-        self.model = Glm5Next(tree, config, dtype, device)
         depth = options.draft_tokens
         if depth is None:
             depth = DEFAULT_DRAFT_TOKENS if tree.has_mtp and config.num_nextn_predict_layers else 0
         self.draft_tokens = depth
         architecture = DRAFT_ARCHITECTURE if self.draft_tokens else None
+        if not options.index_share and self.draft_tokens < 2:
+            found = f"--no-index-share acts from the second draft on, draft_tokens is {self.draft_tokens}"
+            raise ValueError(f"{found}; leave it out or draft more")
+        self.index_share = options.index_share and config.index_share_for_mtp_iteration
         policy = policy_from(options, Capability(export_grid=EXPORT_GRID_TOKENS), architecture)
+        # After the options are checked: loading may take minutes.
+        self.model = Glm5Next(tree, config, dtype, device)
         first_slot = int(policy.filing == "token")
         self.mtp = Mtp(tree, self.model, first_slot) if self.draft_tokens else None
         tree.finish()
         self.has_mtp = tree.has_mtp  # whether the checkpoint has a draft layer
         kv_tokens = options.kv_tokens or default_kv_tokens(config, dtype, device, self.draft_tokens)
-        if not options.index_share and self.draft_tokens < 2:
-            found = f"--no-index-share acts from the second draft on, draft_tokens is {self.draft_tokens}"
-            raise ValueError(f"{found}; leave it out or draft more")
-        self.index_share = options.index_share and config.index_share_for_mtp_iteration
         shape = CacheShape(
             max(kv_tokens // policy.block_size, 1), policy.block_size,
             options.max_running_requests + options.checkpoint_slots,

@@ -75,23 +75,13 @@ class Turn:
         return verified + (self.tokens if following is None else (following,))
 
 
-@dataclass(frozen=True)
-class Drafter:
-    """The draft layer, its cache, and how it drafts: up to `depth` tokens; `index_share`: see model/mtp.py."""
-
-    mtp: Mtp
-    cache: DraftCache
-    depth: int
-    index_share: bool
-
-
 class Speculation:
-    """Rounds on one trunk and its cache, with a drafter or without."""
+    """Rounds on one trunk and its cache: steps 1 to 3, and those of the drafter, if there is one."""
 
-    def __init__(self, trunk: Glm5Next, cache: TrunkCache, drafter: Drafter | None) -> None:
+    def __init__(self, trunk: Glm5Next, cache: TrunkCache, drafter: "Drafter | None") -> None:
         self.trunk, self.cache, self.drafter = trunk, cache, drafter
 
-    def round(self, batch: Batch, turns: list[Turn]) -> list[Turn]:
+    def round(self, batch: Batch, turns: list[Turn]) -> None:
         """Run the chunks; the turns are those of the batch's segments. A turn whose logits can't be sampled gets an
         `error` and leaves the round; the others go on."""
         self.verify(batch, turns)
@@ -99,8 +89,7 @@ class Speculation:
         standing = [turn for turn in turns if turn.error is None]
         self.roll_back(standing)
         if self.drafter is not None and standing:
-            self.draft(standing, self.catch_up(standing))
-        return turns
+            self.drafter.draft(standing, self.drafter.catch_up(standing))
 
     def verify(self, batch: Batch, turns: list[Turn]) -> None:
         """Step 1. Rows of drafts are written to pages and rings like any others."""
@@ -136,11 +125,21 @@ class Speculation:
                 exports.append(Export(len(turn.tokens), segment.slot))
                 self.cache.recurrent.roll_back(segment.slot, segment.replay, tuple(exports))
 
+
+@dataclass
+class Drafter:
+    """Steps 4 and 5: the draft layer, its cache, and how it drafts: up to `depth` tokens; `index_share` as in
+    model/mtp.py."""
+
+    mtp: Mtp
+    cache: DraftCache
+    depth: int
+    index_share: bool
+
     def catch_up(self, turns: list[Turn]) -> Tensor:
         """Step 4. Write the rows of tokens that became known; later passes need no more of them. Returns the residual
         rows [rows, hidden_size], of which step 5 reads each request's last."""
-        assert self.drafter is not None
-        mtp, cache = self.drafter.mtp, self.drafter.cache
+        mtp, cache = self.mtp, self.cache
         token_ids: list[int] = []
         previous = []
         for turn in turns:
@@ -156,7 +155,7 @@ class Speculation:
                 row, len(token_ids) - row, chunk.draft_start, chunk.companion_slot or 0, turn.own.tables[1],
                 exports, chunk.write_from,
             )  # fmt: skip
-        ids = torch.tensor(token_ids, dtype=torch.int64, device=self.trunk.device)
+        ids = torch.tensor(token_ids, dtype=torch.int64, device=mtp.trunk.device)
         x = mtp.enter(ids, torch.cat(previous))
         mtp.write(x, Batch(ids, tuple(t.draft_segment for t in turns if t.draft_segment)), cache.mla)
         for turn in turns:  # only now: `previous` reads what the forward before left there
@@ -165,20 +164,18 @@ class Speculation:
 
     def leave_companions(self, turn: Turn) -> None:
         """Keep the hidden states before every boundary that stands, and before the next token."""
-        assert self.drafter is not None
-        hidden, start = self.drafter.cache.hidden, turn.chunk.start
+        hidden, start = self.cache.hidden, turn.chunk.start
         for checkpoint in turn.reached:
             hidden[checkpoint.companion] = turn.hidden[checkpoint.position - 1 - start]
         hidden[turn.chunk.companion_slot] = turn.hidden[turn.computed - 1 - start]
 
     def draft(self, turns: list[Turn], x: Tensor) -> None:
         """Step 5. Pass 1 reads the row of each request's last known token, a later pass the row of its draft."""
-        assert self.drafter is not None
-        mtp, mla, share = self.drafter.mtp, self.drafter.cache.mla, self.drafter.index_share
+        mtp, mla, share = self.mtp, self.cache.mla, self.index_share
         active = [turn for turn in turns if self.wants_draft(turn)]
         x = x[[turn.draft_segment.rows.stop - 1 for turn in active if turn.draft_segment]]
         y, shared = x, None
-        for step in range(self.drafter.depth):
+        for step in range(self.depth):
             if not active:
                 return
             batch = query_batch(active, step, x.device)
@@ -200,8 +197,7 @@ class Speculation:
     def wants_draft(self, turn: Turn) -> bool:
         """Whether one more draft could be verified: it follows the last known token, and the step that verifies it
         brings a token of its own."""
-        assert self.drafter is not None
-        most = min(self.drafter.depth, turn.chunk.limit - 2 - turn.computed)
+        most = min(self.depth, turn.chunk.limit - 2 - turn.computed)
         return turn.error is None and turn.chunk.samples and len(turn.drafts) < most
 
 

@@ -125,7 +125,7 @@ class VerifiedRows:
     """n segments of one length under verification: their rows, slots and replay rows."""
 
     def __init__(self, segments: tuple[Segment, ...], device: torch.device) -> None:
-        self.segments, self.num_tokens = segments, segments[0].num_tokens
+        self.num_tokens = segments[0].num_tokens
         self.rows = row_index([row for s in segments for row in range(s.row, s.row + s.num_tokens)], device)
         self.slots = row_index([s.slot for s in segments], device)
         self.replay = row_index([s.replay for s in segments if s.replay is not None], device)

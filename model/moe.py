@@ -19,7 +19,7 @@ DENOMINATOR_EPS = 1e-20  # fixed by the architecture, not a config field
 # Groups of rows are padded to a multiple of this. Matrix kernels treat fewer rows differently; with padding, a
 # row's result does not depend on how many others chose the same expert.
 ROW_PADDING = 16
-FEW_ROWS_BYTES = 16 << 20  # of expanded experts; up to here one batch is cheaper than an expert at a time
+FEW_ROWS_BYTES = 16 << 20  # of experts that may be expanded together, which is faster than one by one
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor, limit: float) -> Tensor:

@@ -23,7 +23,7 @@ from engine.llm import EMBEDDED_MODEL, LLM
 from engine.output import SpeculationStatistics
 from engine.sampling import SamplingParams
 
-PARTS = ("verify", "accept", "roll_back", "catch_up", "draft")  # methods of Speculation, in the round's order
+PARTS = ("verify", "accept", "roll_back", "catch_up", "draft")  # the round's steps, in order
 TEMPERATURES = (0.0, 0.8)
 
 
@@ -43,8 +43,11 @@ class Timed:
         self.llm.statistics = SpeculationStatistics(self.llm.draft_tokens)
 
     def _time(self, name: str) -> None:
-        speculation = self.llm.runner.speculation
-        method = getattr(speculation, name)
+        speculation, drafter = self.llm.runner.speculation, self.llm.runner.drafter
+        owner = speculation if hasattr(speculation, name) else drafter
+        if owner is None:  # steps of a drafter, without one
+            return
+        method = getattr(owner, name)
 
         def timed(*args: Any) -> Any:
             started = time.perf_counter()
@@ -52,7 +55,7 @@ class Timed:
             self.parts[name] += time.perf_counter() - started
             return result
 
-        setattr(speculation, name, timed)
+        setattr(owner, name, timed)
 
     def answer(self, prompt: list[int], params: SamplingParams) -> None:
         """Answer one prompt; what it took until its first token is not counted."""
